@@ -1,1 +1,46 @@
+"""Worlds, tools, sandboxes, tasks and grading. Knows neither Redis nor torch.
 
+Write an environment: `ToolEnv`, `tool`, `Grade`, `register`. Run code of others: `SandboxPool`, `Sandbox`.
+"""
+
+from .errors import (
+    EnvError,
+    InfrastructureError,
+    InvalidGrade,
+    SandboxGone,
+    SandboxUnavailable,
+    ToolError,
+    UnknownEnvironment,
+)
+from .pool import SandboxPool, close_shared_pools
+from .registry import make_env, register
+from .sandbox import Limits, Outcome, Result, Sandbox
+from .tool_env import Grade, Message, Step, ToolEnv
+from .tools import Tool, ToolCall, tool
+
+__all__ = [
+    "EnvError",
+    "Grade",
+    "InfrastructureError",
+    "InvalidGrade",
+    "Limits",
+    "Message",
+    "Outcome",
+    "Result",
+    "Sandbox",
+    "SandboxGone",
+    "SandboxPool",
+    "SandboxUnavailable",
+    "Step",
+    "Tool",
+    "ToolCall",
+    "ToolEnv",
+    "ToolError",
+    "UnknownEnvironment",
+    "close_shared_pools",
+    "make_env",
+    "register",
+    "tool",
+]
+
+register("argosy/repair", "argosy.envs.repair:Repair")

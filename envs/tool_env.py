@@ -1,0 +1,242 @@
+"""The world as an agent sees it: an opening message, tools, an end, a grade.
+
+Invariant: an episode is `start`, then `act` until it says done, then `score` once, then `stop`; every turn of the model
+is counted here, also one with a malformed or missing call, so `max_turns` always ends an episode. The model's mistakes
+come back as text; exceptions are bugs or `InfrastructureError`, never a reward.
+
+A user writes `setup`, tools and `grade`. The episode loop uses the async half; `reset` and `step` are the same
+episode as a plain `gymnasium.Env` for whoever wants to step it by hand.
+"""
+
+import asyncio
+import inspect
+import json
+import math
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+import gymnasium
+
+from .errors import InvalidGrade, ToolError
+from .pool import close_shared_pools
+from .tools import Tool, ToolCall, as_text, is_tool
+
+T = TypeVar("T")
+Message = dict[str, Any]
+"""{"role": "system" | "user" | "assistant" | "tool", "content": text}; "name" on a tool's answer."""
+
+_PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
+_LONGEST_TEXT = 1_000_000
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one turn of the model led to. `truncated` says that the turns ran out, not that the agent finished."""
+
+    messages: list[Message]
+    done: bool
+    reward: float = 0.0
+    truncated: bool = False
+
+
+@dataclass(frozen=True)
+class Grade:
+    """The final reward and what it is made of, e.g. `Grade(1.0, {"hidden_tests": 1.0})`."""
+
+    reward: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value in {"reward": self.reward, **self.parts}.items():
+            if isinstance(value, str) or not math.isfinite(value):
+                raise InvalidGrade(f"{name} must be one finite number, not {value!r}")
+
+
+class AnyText(gymnasium.spaces.Text):
+    """Text of any characters (the stock space rejects spaces, newlines and ""); samples are printable ASCII."""
+
+    def __init__(self, max_length: int, sample_length: int = 80):
+        super().__init__(max_length=max_length, min_length=0, charset=_PRINTABLE)
+        self.sample_length = sample_length
+
+    def sample(self, mask: Any = None, probability: Any = None) -> str:
+        length = int(self.np_random.integers(self.sample_length + 1))
+        return "".join(self.np_random.choice(self.character_list, size=length))
+
+    def contains(self, x: Any) -> bool:
+        return isinstance(x, str) and len(x) <= self.max_length
+
+
+class ToolEnv(gymnasium.Env[str, str]):
+    """Subclass it: `setup`, some `@tool` methods, `grade`. One object lives through one episode at a time."""
+
+    system: str = ""
+    """The system message; a property works too. Empty: none."""
+
+    max_turns: int = 16
+    """The episode is truncated (and graded) after this many turns of the model."""
+
+    tools: ClassVar[dict[str, Tool]] = {}
+    metadata: dict[str, Any] = {"render_modes": []}
+    observation_space: gymnasium.Space[str] = AnyText(_LONGEST_TEXT)
+    action_space: gymnasium.Space[str] = AnyText(_LONGEST_TEXT)
+
+    _turns = 0
+    _running = False
+    _finished = False
+    _turn_reward = 0.0
+    _grade: Grade | None = None
+    _runner: asyncio.Runner | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        members = {name: member for base in reversed(cls.__mro__) for name, member in vars(base).items()}
+        cls.tools = {name: Tool.of(member) for name, member in members.items() if is_tool(member)}
+
+    # What a user writes. Each may be `async def` or `def`.
+
+    def setup(self, seed: int, options: dict[str, Any]) -> str | Awaitable[str]:
+        """Build the world for this seed, and nothing but this seed; return the opening user message."""
+        raise NotImplementedError(f"{type(self).__name__} must define setup(seed, options)")
+
+    def grade(self) -> Grade | Awaitable[Grade]:
+        """Judge the finished episode, out of the agent's reach. The episode loop calls it through `score`."""
+        raise NotImplementedError(f"{type(self).__name__} must define grade()")
+
+    def reply(self, content: str) -> str | Awaitable[str]:
+        """Answer a turn without a tool call; the default asks for one. Call `self.finish()` to accept it as the end."""
+        return f"Error: no tool call found. {self._offer()}"
+
+    def close_episode(self) -> Awaitable[None] | None:
+        """Give back what `setup` took."""
+        return None
+
+    def expert(self, rng: Any) -> Any:
+        """Optional: a scripted policy for the current episode, `(messages) -> assistant text`, for demonstrations."""
+        raise NotImplementedError(f"{type(self).__name__} offers no scripted expert")
+
+    # What tools may call.
+
+    def finish(self) -> None:
+        """End the episode after the current tool."""
+        self._finished = True
+
+    def add_reward(self, value: float) -> None:
+        """Reward the current turn, besides the final grade."""
+        self._turn_reward += value
+
+    # What the episode loop calls.
+
+    @classmethod
+    def tool_schemas(cls) -> list[dict[str, Any]]:
+        """The tools in OpenAI's function format, in the order of their definition."""
+        return [tool.schema for tool in cls.tools.values()]
+
+    async def start(self, seed: int | None = None, options: dict[str, Any] | None = None) -> list[Message]:
+        """Begin an episode (ending the one before); the same seed gives the same episode."""
+        await self.stop()
+        super().reset(seed=seed)
+        if seed is None:
+            seed = int(self.np_random.integers(2**31))
+        self._turns, self._finished, self._grade, self._running = 0, False, None, True
+        opening = await _resolve(self.setup(seed, dict(options or {})))
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, {"role": "user", "content": opening}]
+
+    async def act(self, calls: Sequence[ToolCall] | None, content: str = "", error: str | None = None) -> Step:
+        """One turn of the model: its tool calls in order, its text, or the `error` that kept it from being parsed."""
+        if not self._running or self._finished or self._turns >= self.max_turns:
+            raise RuntimeError("the episode is over or was never started: call start() first")
+        self._turns, self._turn_reward = self._turns + 1, 0.0
+        messages: list[Message] = []
+        if error is not None:
+            messages.append({"role": "tool", "content": f"Error: {error}"})
+        elif not calls:
+            messages.append({"role": "user", "content": await _resolve(self.reply(content))})
+        for call in calls or () if error is None else ():
+            messages.append({"role": "tool", "name": call.name, "content": await self._run(call)})
+            if self._finished:
+                break
+        truncated = not self._finished and self._turns >= self.max_turns
+        return Step(messages, self._finished or truncated, self._turn_reward, truncated)
+
+    async def score(self) -> Grade:
+        """The grade, computed once per episode; `InvalidGrade` when `grade` gave something else."""
+        if self._grade is None:
+            grade = await _resolve(self.grade())
+            if not isinstance(grade, Grade):
+                raise InvalidGrade(f"{type(self).__name__}.grade() must return a Grade, not {grade!r}")
+            self._grade = grade
+        return self._grade
+
+    async def stop(self) -> None:
+        """End the episode and give back what it held; safe to call at any time and twice."""
+        if self._running:
+            self._running = False
+            await _resolve(self.close_episode())
+
+    async def _run(self, call: ToolCall) -> str:
+        tool = self.tools.get(call.name)
+        if tool is None:
+            return f"Error: no tool {call.name!r}. {self._offer()}"
+        try:
+            arguments = tool.bind(call.arguments)
+            return as_text(await _resolve(tool.function(self, **arguments)))
+        except ToolError as error:
+            return f"Error: {error}"
+
+    def _offer(self) -> str:
+        return "Tools: " + ", ".join(tool.signature for tool in self.tools.values())
+
+    # The same episode, stepped by hand.
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        messages = self._wait(self.start(seed, options))
+        return _join(messages), {"messages": messages, "tools": self.tool_schemas()}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """`action` is `{"name": ..., "arguments": {...}}` or a list of those as JSON; other text is plain content."""
+        calls = parse_action(action)
+        step = self._wait(self.act(calls, action))
+        reward, info = step.reward, {"messages": step.messages}
+        if step.done:
+            grade = self._wait(self.score())
+            reward, info = reward + grade.reward, {**info, "parts": dict(grade.parts)}
+        return _join(step.messages), reward, step.done and not step.truncated, step.truncated, info
+
+    def close(self) -> None:
+        if self._runner is not None:
+            self._wait(self._close_all())
+            self._runner.close()
+            self._runner = None
+
+    async def _close_all(self) -> None:
+        await self.stop()
+        await close_shared_pools()
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run in an event loop of this object's own, which its sandboxes stay bound to from call to call."""
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+        return self._runner.run(work)
+
+
+def parse_action(action: str) -> list[ToolCall]:
+    """Tool calls written as JSON by hand; empty when the text is anything else."""
+    try:
+        found = json.loads(action)
+    except ValueError:
+        return []
+    items = found if isinstance(found, list) else [found]
+    if not all(isinstance(item, dict) and isinstance(item.get("name"), str) for item in items):
+        return []
+    return [ToolCall(item["name"], item.get("arguments", {})) for item in items]
+
+
+def _join(messages: list[Message]) -> str:
+    return "\n".join(message["content"] for message in messages)
+
+
+async def _resolve(value: T | Awaitable[T]) -> T:
+    return await value if inspect.isawaitable(value) else value
