@@ -1,0 +1,139 @@
+"""The one way to Redis: every call is retried until it is served or its deadline passes, visibly.
+
+Invariant: what is sent here is idempotent, because an answer can get lost on the way back after the call took effect.
+Redis being away, loading its file, full, or unable to write its disk delays a call and never drops it. A restarted
+Redis (its run_id changed) is noticed before the first command reaches it, so `on_restart` can repair what it forgot.
+"""
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit, urlunsplit
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, AuthorizationError
+from redis.retry import Retry
+
+from .errors import RedisUnavailable
+from .settings import BufferSettings
+
+log = logging.getLogger(__name__)
+
+SOCKET_SECONDS = 15.0
+LONGEST_BLOCK_SECONDS = 10.0  # a blocking read must end before its socket times out
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 1.0
+WARN_EVERY_SECONDS = 5.0
+
+T = TypeVar("T")
+
+
+class Connection:
+    """A thread-safe pool to one Redis. It waits for a Redis that is away; whoever starts Redis ends the wait."""
+
+    def __init__(self, settings: BufferSettings, on_restart: Callable[[], None] | None = None) -> None:
+        self._patience = settings.patience_seconds
+        self._where = _without_password(settings.url)
+        self._on_restart = on_restart
+        self._run_id: bytes | None = None
+        self._restarted = False
+        self._repair_lock = threading.RLock()
+        self._client: redis.Redis = redis.Redis.from_url(
+            settings.url,
+            socket_timeout=SOCKET_SECONDS,
+            socket_connect_timeout=SOCKET_SECONDS,
+            retry=Retry(NoBackoff(), 0),  # ours below also knows LOADING, a full memory and a full disk
+            redis_connect_func=self._greet,
+        )
+        if not settings.url.startswith("unix:"):
+            self._client.connection_pool.connection_kwargs["socket_keepalive"] = True
+
+    def call(self, what: str, operation: Callable[[redis.Redis], T]) -> T:
+        """Do `operation`; after a failure that can pass, do it again, until the patience of the settings ends."""
+        deadline = time.monotonic() + self._patience
+        pause, warned = FIRST_PAUSE_SECONDS, 0.0
+        while True:
+            try:
+                self._repair()
+                return operation(self._client)
+            except redis.RedisError as error:
+                reason = _passing_reason(error)
+                if reason is None:
+                    raise
+                now = time.monotonic()
+                if now > deadline:
+                    raise RedisUnavailable(
+                        f"{what}: Redis at {self._where} {reason} for {self._patience:g} s ({error}). "
+                        "Check that redis-server runs there, that its disk and maxmemory have room, and the network."
+                    ) from error
+                if now > warned + WARN_EVERY_SECONDS and not self._restarted:
+                    log.warning("%s waits: Redis at %s %s (%s)", what, self._where, reason, error)
+                    warned = now
+                time.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def script(self, source: str) -> Callable[..., Any]:
+        """A Lua script; call it with (what, keys, args)."""
+        script = self._client.register_script(source)
+
+        def run(what: str, keys: list[str], args: list[Any]) -> Any:
+            return self.call(what, lambda _: script(keys=keys, args=args))
+
+        return run
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _greet(self, connection: Any) -> None:
+        """Runs on every new connection, before its first command. A restart closed all the old ones."""
+        connection.on_connect()
+        connection.send_command("INFO", "server")
+        run_id = next(line for line in connection.read_response().splitlines() if line.startswith(b"run_id:"))
+        before, self._run_id = self._run_id, run_id
+        if self._on_restart is not None and before not in (None, run_id):
+            self._restarted = True
+            raise redis.ConnectionError("restarted")
+
+    def _repair(self) -> None:
+        if not self._restarted or self._on_restart is None:
+            return
+        with self._repair_lock:  # reentrant: on_restart calls Redis through this very connection
+            if self._restarted:
+                self._restarted = False
+                log.warning("Redis at %s was restarted; reconciling", self._where)
+                try:
+                    self._on_restart()
+                except BaseException:
+                    self._restarted = True
+                    raise
+
+
+def _passing_reason(error: redis.RedisError) -> str | None:
+    """Why waiting may help, as a phrase; None if it will not."""
+    text = str(error)
+    if isinstance(error, redis.BusyLoadingError) or "LOADING" in text:
+        return "is loading its file"
+    if isinstance(error, AuthenticationError | AuthorizationError):
+        return None
+    if isinstance(error, redis.ConnectionError | redis.TimeoutError):
+        return "does not answer"
+    if "OOM command not allowed" in text:
+        return "is full (maxmemory)"
+    if "MISCONF" in text:
+        return "cannot write its disk"
+    if isinstance(error, redis.ReadOnlyError):
+        return "is a read-only replica"
+    return None
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit((parts.scheme, host, parts.path, "", "")) if parts.netloc else url
+
+
+def decode(answer: Any) -> str:
+    return cast(bytes, answer).decode()

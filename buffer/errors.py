@@ -1,0 +1,63 @@
+"""Everything this folder raises on purpose; the tree is the documentation.
+
+BufferError
+├── InsecureRedis          a remote Redis without TLS or password, and nobody insisted (also a ValueError)
+├── RedisUnavailable       Redis did not serve a call before its deadline, after retries
+├── StepCommitted          a learner asked for a step that a durable checkpoint already holds: two learners, one run
+├── VersionNotNewer        weights published under a version that is not above the newest one
+├── PayloadLost            attempts whose payload is not in Redis: restart the learner, it rewinds and they run again
+├── InvalidTrajectory      a trajectory that contradicts itself (also a ValueError)
+└── CodecError             bytes that are not a trajectory
+    ├── TruncatedBlob      fewer or more bytes than the header says
+    ├── CorruptBlob        the checksum does not match
+    ├── MalformedBlob      the checksum matches, and yet the content lies about a size, a type or a value
+    └── NewerSchema        written by a newer Argosy: upgrade the reader
+"""
+
+
+class BufferError(Exception):
+    """The root of this folder's errors."""
+
+
+class InsecureRedis(BufferError, ValueError):
+    pass
+
+
+class RedisUnavailable(BufferError):
+    pass
+
+
+class StepCommitted(BufferError):
+    pass
+
+
+class VersionNotNewer(BufferError):
+    pass
+
+
+class PayloadLost(BufferError):
+    pass
+
+
+class InvalidTrajectory(BufferError, ValueError):
+    pass
+
+
+class CodecError(BufferError):
+    pass
+
+
+class TruncatedBlob(CodecError):
+    pass
+
+
+class CorruptBlob(CodecError):
+    pass
+
+
+class MalformedBlob(CodecError):
+    pass
+
+
+class NewerSchema(CodecError):
+    pass

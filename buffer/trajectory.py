@@ -1,0 +1,150 @@
+"""What one attempt brings home; the only schema that actors and learner share.
+
+Invariant: a `Trajectory` that exists is consistent. Every column of a trace has the same length; log-probability and
+version are set exactly where a token was sampled; spans and positions lie inside. The constructors guarantee it, so no
+reader checks again.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import InvalidTrajectory
+
+SCHEMA = 1
+NOT_SAMPLED = -1
+
+Status = Literal["terminated", "truncated", "segment"]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One task of the recipe's mixture: Task("repair/17", source="repair", seed=17)."""
+
+    id: str
+    source: str
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The tokens of one message's content; what the chat template writes around it belongs to no turn.
+
+    Turn(12, 40, "tool", tool="run_tests", seconds=0.02)
+    """
+
+    start: int
+    end: int
+    role: str
+    tool: str | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Trace:
+    """One context window, token by token; a compaction or a sub-agent starts another, `parent` and `kind` say which.
+
+    Trace(tokens=[5, 6, 7], sampled=[0, 1, 1], logprobs=[0, -0.5, -0.1], versions=[-1, 3, 3], rewards=[(2, 1.0)])
+    """
+
+    tokens: NDArray[np.int32]
+    sampled: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    """The engine's log-probability of each sampled token, after temperature; 0 where not sampled."""
+    versions: NDArray[np.int32]
+    """The weights that sampled each token; -1 where not sampled."""
+    rewards: list[tuple[int, float]] = field(default_factory=list)
+    """(position, value): earned by the action that ends at this token."""
+    turns: list[Turn] = field(default_factory=list)
+    parent: int | None = None
+    kind: str = "main"
+
+    def __post_init__(self) -> None:
+        columns = {"tokens": np.int32, "sampled": np.bool_, "logprobs": np.float32, "versions": np.int32}
+        for name, dtype in columns.items():
+            object.__setattr__(self, name, np.ascontiguousarray(getattr(self, name), dtype))
+        shapes = {name: getattr(self, name).shape for name in columns}
+        if set(shapes.values()) != {(len(self),)} or not len(self):
+            raise InvalidTrajectory(f"a trace needs columns of one length above 0: {shapes}")
+        if int(self.tokens.min()) < 0:
+            raise InvalidTrajectory("a token id is negative")
+        if int(self.versions.min()) < NOT_SAMPLED or ((self.versions >= 0) != self.sampled).any():
+            raise InvalidTrajectory("a token has a version if and only if it was sampled, else -1")
+        if not np.isfinite(self.logprobs).all() or self.logprobs[~self.sampled].any():
+            raise InvalidTrajectory("log-probabilities must be finite, and 0 where nothing was sampled")
+        for position, value in self.rewards:
+            if not (0 <= position < len(self) and math.isfinite(value)):
+                raise InvalidTrajectory(f"reward {value} at position {position} of {len(self)} tokens")
+        end = 0
+        for turn in self.turns:
+            if not end <= turn.start <= turn.end <= len(self):
+                raise InvalidTrajectory(f"{turn} overlaps the one before it or leaves the {len(self)} tokens")
+            end = turn.end
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Trace):
+            return NotImplemented
+        columns = ("tokens", "sampled", "logprobs", "versions")
+        return (self.rewards, self.turns, self.parent, self.kind) == (
+            other.rewards,
+            other.turns,
+            other.parent,
+            other.kind,
+        ) and all(np.array_equal(getattr(self, name), getattr(other, name)) for name in columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One finished (or interrupted) episode, ready to train on."""
+
+    id: str
+    attempt: str
+    task: Task
+    group: str
+    group_size: int
+    group_index: int
+    env: str
+    status: Status
+    """terminated: the environment ended it; truncated: a limit did; segment: it goes on in another trajectory."""
+    reward: float
+    reward_parts: dict[str, float]
+    traces: list[Trace]
+    timing: dict[str, float] = field(default_factory=dict)
+    engine: str = ""
+    actor: str = ""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """What the engine was asked for: temperature, top_p, ..."""
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        if self.status not in get_args(Status):
+            raise InvalidTrajectory(f"status is {self.status!r}, not one of {get_args(Status)}")
+        if not all(map(math.isfinite, (self.reward, *self.reward_parts.values()))):
+            raise InvalidTrajectory(f"a reward is not finite: {self.reward} {self.reward_parts}")
+        if not 0 <= self.group_index < self.group_size:
+            raise InvalidTrajectory(f"member {self.group_index} of a group of {self.group_size}")
+        if not self.traces:
+            raise InvalidTrajectory("there is no trace")
+        for i, trace in enumerate(self.traces):
+            if trace.parent is not None and not 0 <= trace.parent < i:
+                raise InvalidTrajectory(f"the parent of trace {i} is {trace.parent}")
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest weights that sampled a token of it; None if nothing was sampled."""
+        oldest = [int(trace.versions[trace.sampled].min()) for trace in self.traces if trace.sampled.any()]
+        return min(oldest, default=None)
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(map(len, self.traces))
+
+    @property
+    def n_sampled(self) -> int:
+        return sum(int(trace.sampled.sum()) for trace in self.traces)
