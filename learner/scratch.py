@@ -192,9 +192,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m argosy.learner.scratch", description=__doc__.splitlines()[0])
     parser.add_argument("--corpus", type=Path, required=True, help='JSON lines: texts or {"messages", "tools"}')
     parser.add_argument("--out", type=Path, required=True, help="the model directory to write")
-    sizes = dict(vocab=384, hidden=96, layers=2, heads=4, kv_heads=2, head_dim=None, intermediate=None, context=1024)
-    for name, default in {**sizes, "seed": 0}.items():
-        parser.add_argument("--" + name.replace("_", "-"), type=int, default=default)
+    for name, default in (make_model.__kwdefaults__ or {}).items():
+        kind = float if isinstance(default, float) else int
+        parser.add_argument("--" + name.replace("_", "-"), type=kind, default=default, help=f"default {default}")
     options = vars(parser.parse_args())
     print(make_model(options.pop("out"), read_corpus(options.pop("corpus")), **options))
 
