@@ -10,7 +10,8 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 import redis
@@ -84,6 +85,19 @@ class Connection:
 
         return run
 
+    def last_entry(self, what: str, stream: str) -> str:
+        """The id of a stream's newest entry, to wait for the next one."""
+        entries: Any = self.call(what, lambda r: r.xrevrange(stream, count=1))
+        return entries[0][0].decode() if entries else "0-0"
+
+    def wait_for_entry(self, what: str, stream: str, after: str, deadline: float) -> bool:
+        """Wait for an entry after the id `after`; False if there was none until `deadline` (time.monotonic())."""
+        while (seconds := min(deadline - time.monotonic(), LONGEST_BLOCK_SECONDS)) > 0:
+            block = max(1, int(seconds * 1000))  # 0 would block for ever
+            if self.call(what, partial(redis.Redis.xread, streams={stream: after}, count=1, block=block)):
+                return True
+        return False
+
     def close(self) -> None:
         self._client.close()
 
@@ -133,7 +147,3 @@ def _without_password(url: str) -> str:
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
     return urlunsplit((parts.scheme, host, parts.path, "", "")) if parts.netloc else url
-
-
-def decode(answer: Any) -> str:
-    return cast(bytes, answer).decode()

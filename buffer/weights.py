@@ -11,7 +11,7 @@ from typing import Any
 
 import redis
 
-from .connection import LONGEST_BLOCK_SECONDS, Connection, decode
+from .connection import Connection
 from .errors import VersionNotNewer
 from .settings import BufferSettings
 
@@ -21,7 +21,7 @@ KEEP_CONFIRMATIONS = 100
 
 @dataclass(frozen=True, slots=True)
 class WeightVersion:
-    """Weights that engines may load: WeightVersion(7, "runs/demo/weights/v000007", step=6, checksum="...", created=...)."""
+    """Weights that engines may load: WeightVersion(7, "runs/demo/weights/v7", step=6, checksum="", created=1.7e9)."""
 
     version: int
     path: str
@@ -71,15 +71,12 @@ class WeightLedger:
         return WeightVersion(**json.loads(entries[0][1][b"record"])) if entries else None
 
     def wait(self, after: int, timeout: float) -> WeightVersion | None:
-        """The newest weights as soon as their version is above `after`; None if there are none for `timeout` seconds."""
+        """The newest weights as soon as their version is above `after`; None if none came for `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        while True:
-            self._block(self._versions, f"{max(after, 0)}-1" if after >= 0 else "0-0", deadline)
-            newest = self.latest()
-            if newest is not None and newest.version > after:
-                return newest
-            if time.monotonic() >= deadline:
-                return None
+        entry = f"{after}-1" if after >= 0 else "0-0"
+        return (
+            self.latest() if self._connection.wait_for_entry("weights.wait", self._versions, entry, deadline) else None
+        )
 
     def register_engine(self, engine: str, url: str, ttl: float, version: int | None = None) -> None:
         """Say that an engine serves at `url`; call it again as heartbeat well within `ttl` seconds.
@@ -111,7 +108,8 @@ class WeightLedger:
 
     def engines(self) -> dict[str, EngineRecord]:
         """The live engines; one whose heartbeat stopped is no longer in it."""
-        names = sorted(map(decode, self._connection.call("weights.engines", lambda r: r.smembers(self._names))))
+        members: Any = self._connection.call("weights.engines", lambda r: r.smembers(self._names))
+        names = sorted(name.decode() for name in members)
         if not names:
             return {}
         records = self._connection.call("weights.engines", lambda r: r.mget([self._engine + name for name in names]))
@@ -137,23 +135,13 @@ class WeightLedger:
         """Wait until every live engine serves at least `version`; returns those that did not in time."""
         deadline = time.monotonic() + timeout
         while True:
-            seen = self._last_confirmation()
+            seen = self._connection.last_entry("weights.wait", self._confirmations)
             behind = [name for name, engine in self.engines().items() if engine.version < version]
             if not behind or time.monotonic() >= deadline:
                 return behind
             # an engine that dies meanwhile expires silently: look again at least once a second
-            self._block(self._confirmations, seen, min(deadline, time.monotonic() + 1))
+            soon = min(deadline, time.monotonic() + 1)
+            self._connection.wait_for_entry("weights.wait", self._confirmations, seen, soon)
 
     def close(self) -> None:
         self._connection.close()
-
-    def _last_confirmation(self) -> str:
-        entries = self._connection.call("weights.wait", lambda r: r.xrevrange(self._confirmations, count=1))
-        return decode(entries[0][0]) if entries else "0-0"
-
-    def _block(self, stream: str, after: str, deadline: float) -> None:
-        """Return at the first entry after `after`, at the deadline, or after the longest block a socket allows."""
-        seconds = min(deadline - time.monotonic(), LONGEST_BLOCK_SECONDS)
-        if seconds > 0:
-            block = max(1, int(seconds * 1000))  # 0 would block for ever
-            self._connection.call("weights.wait", lambda r: r.xread({stream: after}, count=1, block=block))
