@@ -5,7 +5,7 @@ Packages of users register theirs through the entry-point group `gymnasium.envs`
 
 import difflib
 import importlib
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 
@@ -15,7 +15,7 @@ from .tool_env import ToolEnv
 
 def register(id: str, entry_point: str | type[ToolEnv], **kwargs: Any) -> None:
     """Name an environment, e.g. `register("me/maze", "me.maze:Maze", size=4)`; `kwargs` are its defaults."""
-    gymnasium.register(id=id, entry_point=entry_point, kwargs=kwargs)
+    gymnasium.register(id=id, entry_point=cast(Any, entry_point), kwargs=kwargs)
 
 
 def make_env(id: str, **kwargs: Any) -> ToolEnv:

@@ -199,10 +199,11 @@ class ToolEnv(gymnasium.Env[str, str]):
         """`action` is `{"name": ..., "arguments": {...}}` or a list of those as JSON; other text is plain content."""
         calls = parse_action(action)
         step = self._wait(self.act(calls, action))
-        reward, info = step.reward, {"messages": step.messages}
+        reward, info = step.reward, dict[str, Any](messages=step.messages)
         if step.done:
             grade = self._wait(self.score())
-            reward, info = reward + grade.reward, {**info, "parts": dict(grade.parts)}
+            reward += grade.reward
+            info["parts"] = dict(grade.parts)
         return _join(step.messages), reward, step.done and not step.truncated, step.truncated, info
 
     def close(self) -> None:
