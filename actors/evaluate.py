@@ -1,0 +1,101 @@
+"""Held-out evaluation: `python -m argosy.actors evaluate CONFIG.json --source NAME --episodes N --out FILE.json`.
+
+Invariant: seeds are 0 to N - 1, so two evaluations of a source see the same tasks, and the buffer has no part in it, so
+nothing of it can be trained on. An episode that fails for a reason that is not the agent's fails the evaluation.
+"""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from ..buffer import Task, Trajectory, WeightLedger
+from ..envs import close_shared_pools, make_env
+from .chat import Chat
+from .engine import Engine
+from .episode import Outcome, Unleased, engine_policy, run_episode, to_trajectory
+from .errors import ActorError
+from .settings import ActorConfig, TaskSource
+from .transcript import Transcript
+
+TRANSCRIPTS = 16  # kept in the report
+
+
+async def evaluate(config: ActorConfig, source: TaskSource, episodes: int) -> dict[str, Any]:
+    """Plays the first `episodes` seeds of a source with whatever weights the engines serve."""
+    chat = Chat(config.model)
+    places = asyncio.Semaphore(config.actor.concurrency)
+
+    async def play(engine: Engine, seed: int) -> tuple[Outcome, Trajectory]:
+        lease = Unleased(f"{config.name}/{source.name}/{seed}", Task(f"{source.name}/{seed}", source.name, seed))
+        async with places:
+            env = make_env(source.env, **source.kwargs)
+            transcript = Transcript(chat, env.tool_schemas())
+            policy = engine_policy(engine, chat, config.actor, lease.attempt)
+            try:
+                outcome = await run_episode(env, seed, policy, transcript, config.actor)
+            finally:
+                await env.stop()
+            return outcome, to_trajectory(outcome, transcript, lease, source, config.actor, config.name)
+
+    ledger = WeightLedger(config.buffer)
+    try:
+        async with Engine(ledger, chat.vocab_size, config.actor.patience_seconds) as engine:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(play(engine, seed)) for seed in range(episodes)]
+    finally:
+        await close_shared_pools()
+    return summary([task.result() for task in tasks])
+
+
+def summary(played: list[tuple[Outcome, Trajectory]]) -> dict[str, Any]:
+    outcomes = [outcome for outcome, _ in played]
+    n = len(played)
+    turns = sum(outcome.turns for outcome in outcomes)
+    return {
+        "episodes": n,
+        "success": sum(outcome.reward >= 1.0 for outcome in outcomes) / n,
+        "mean_reward": sum(outcome.reward for outcome in outcomes) / n,
+        "version": max(int(trace.versions.max()) for _, trajectory in played for trace in trajectory.traces),
+        "turns": turns / n,
+        "invalid": sum(outcome.malformed for outcome in outcomes) / turns,
+        "transcripts": [as_record(trajectory) for _, trajectory in played[:TRANSCRIPTS]],
+    }
+
+
+def as_record(trajectory: Trajectory) -> dict[str, Any]:
+    """A trajectory as JSON, for people and reports; the buffer's codec is the format to keep."""
+    return {
+        "id": trajectory.id,
+        "task": trajectory.task.id,
+        "reward": trajectory.reward,
+        "status": trajectory.status,
+        "traces": [
+            {
+                "tokens": trace.tokens.tolist(),
+                "sampled": trace.sampled.astype(int).tolist(),
+                "logprobs": trace.logprobs.round(4).tolist(),
+                "versions": trace.versions.tolist(),
+                "turns": [
+                    {"start": t.start, "end": t.end, "role": t.role, "tool": t.tool, "seconds": t.seconds}
+                    for t in trace.turns
+                ],
+            }
+            for trace in trajectory.traces
+        ],
+    }
+
+
+def find_source(config: ActorConfig, name: str) -> TaskSource:
+    for source in (*config.evaluation, *config.sources):
+        if source.name == name:
+            return source
+    raise ActorError(
+        f"no source {name!r}; there are {[source.name for source in (*config.evaluation, *config.sources)]}"
+    )
+
+
+async def main(config: ActorConfig, source: str, episodes: int, out: Path) -> None:
+    result = await evaluate(config, find_source(config, source), episodes)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result))

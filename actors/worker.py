@@ -1,0 +1,273 @@
+"""Many episodes at a time in one process: `python -m argosy.actors worker CONFIG.json`.
+
+Invariant: an attempt that was leased here is completed, failed, released, or lost to another worker, and its episode is
+not forgotten before Redis has acknowledged which. A finished trajectory is kept until then, through restarts of Redis.
+Failures that are not the agent's give the attempt back with the reason; they are never scored.
+
+The loop waits for one of its episodes to end, for the buffer (which wakes it when there may be work), or for SIGTERM,
+after which running episodes have `drain_seconds` to finish. The buffer is synchronous: its calls run in threads.
+"""
+
+import asyncio
+import json
+import logging
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ..buffer import Lease, RedisUnavailable, ReplayBuffer, WeightLedger
+from ..envs import InfrastructureError, close_shared_pools, make_env
+from .chat import Chat
+from .engine import Engine
+from .episode import Outcome, engine_policy, run_episode, to_trajectory
+from .errors import EngineUnavailable, TooManyFailures
+from .settings import ActorConfig, Mixture
+from .transcript import Transcript
+
+log = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.5  # how long to wait for the buffer's wake-up before looking again
+REPORT_SECONDS = 1.0
+REDIS_SECONDS = 5.0  # patience of one call; the worker itself waits for Redis as long as it takes
+LONGEST_PAUSE_SECONDS = 5.0  # after failures in a row, which double the pause
+FAILURES_IN_A_ROW = 100
+STOP_SECONDS = 10.0  # for an environment to give back what it holds
+
+T = TypeVar("T")
+
+
+@dataclass
+class Counters:
+    """What the process has done so far; a line of it every second in actors/NAME.jsonl."""
+
+    episodes: int = 0
+    sampled_tokens: int = 0
+    engine_tokens: int = 0
+    """Tokens that engines computed for us: prompts without what their prefix cache held, and samples."""
+    failed: int = 0
+    released: int = 0
+    late: int = 0
+    """Episodes whose lease was lost: another worker has them, or they are dropped."""
+    failures_in_a_row: int = 0
+    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=128))
+    ends: deque[float] = field(default_factory=lambda: deque(maxlen=128))
+
+    def count(self, outcome: Outcome, transcript: Transcript) -> None:
+        self.failures_in_a_row = 0
+        self.episodes += 1
+        self.sampled_tokens += transcript.n_sampled
+        self.engine_tokens += transcript.n_sampled + outcome.prefilled
+        self.rewards.append(outcome.reward)
+        self.ends.append(time.monotonic())
+
+    def line(self, running: int) -> dict[str, Any]:
+        recent = [end for end in self.ends if end > time.monotonic() - 5]
+        return {
+            "time": time.time(),
+            "episodes": self.episodes,
+            "running": running,
+            "success": sum(self.rewards) / len(self.rewards) if self.rewards else None,
+            "episodes_per_second": len(recent) / 5,
+            "sampled_tokens": self.sampled_tokens,
+            "engine_tokens": self.engine_tokens,
+            "failed": self.failed,
+            "released": self.released,
+            "late": self.late,
+        }
+
+
+@dataclass
+class Slot:
+    """An episode in the works."""
+
+    lease: Lease
+    lost: bool = False
+    """Somebody else holds the attempt by now."""
+    finished: bool = False
+    """Played and graded; what is left is to hand it in, which nothing may interrupt."""
+
+
+class Worker:
+    def __init__(self, config: ActorConfig) -> None:
+        self.name = config.name
+        self._config = config
+        self._settings = config.actor
+        impatient = config.buffer.model_copy(update={"patience_seconds": REDIS_SECONDS})
+        self._buffer = ReplayBuffer(impatient)
+        self._mixture = Mixture(config.sources)
+        self._chat = Chat(config.model)
+        self._engine = Engine(WeightLedger(impatient), self._chat.vocab_size, self._settings.patience_seconds)
+        self._episodes: dict[asyncio.Task[None], Slot] = {}
+        self._listening: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._stopping = False
+        self._give_up_at = float("inf")
+        self.counters = Counters()
+
+    def stop(self) -> None:
+        """Begins the drain; `run` returns within about `drain_seconds`."""
+        if not self._stopping:
+            self._stopping = True
+            self._give_up_at = time.monotonic() + self._settings.drain_seconds
+            self._wake.set()
+
+    async def run(self) -> None:
+        async with self._engine:
+            helpers = [asyncio.create_task(self._heartbeat()), asyncio.create_task(self._report())]
+            for helper in helpers:
+                helper.add_done_callback(lambda _: self._wake.set())
+            try:
+                while not self._stopping:
+                    for helper in helpers:
+                        if helper.done():
+                            helper.result()  # neither returns, so this raises what ended it
+                    if self.counters.failures_in_a_row >= FAILURES_IN_A_ROW:
+                        raise TooManyFailures(f"{FAILURES_IN_A_ROW} episodes in a row failed; see the log above")
+                    await self._start_episodes()
+                    await self._wake.wait()
+                    self._wake.clear()
+            finally:
+                self.stop()
+                await self._drain()
+                for helper in helpers:
+                    helper.cancel()
+                self._write_report()
+                await close_shared_pools()
+
+    async def _start_episodes(self) -> None:
+        free = self._settings.concurrency - len(self._episodes)
+        leases = await self._redis(self._take, free) if free else []
+        for lease in leases:
+            slot = Slot(lease)
+            episode = asyncio.create_task(self._attempt(slot))
+            self._episodes[episode] = slot
+            episode.add_done_callback(self._ended)
+        if len(leases) < free and (self._listening is None or self._listening.done()):
+            self._listening = asyncio.create_task(self._listen())
+
+    def _take(self, n: int) -> list[Lease]:
+        leases = self._buffer.lease(self.name, n)
+        missing = n - len(leases)
+        if missing and self._buffer.put_tasks(self._mixture, -(-missing // self._config.buffer.group_size)):
+            leases += self._buffer.lease(self.name, missing)
+        return leases
+
+    async def _listen(self) -> None:
+        await self._redis(self._buffer.wait, IDLE_SECONDS)
+        self._wake.set()
+
+    def _ended(self, episode: asyncio.Task[None]) -> None:
+        slot = self._episodes.pop(episode)
+        self._wake.set()
+        if not episode.cancelled() and (error := episode.exception()):
+            log.error("attempt %s is left to expire", slot.lease.attempt, exc_info=error)
+
+    async def _attempt(self, slot: Slot) -> None:
+        """One attempt from its lease to the buffer's acknowledgement."""
+        lease = slot.lease
+        try:
+            await self._play(slot)
+        except asyncio.CancelledError:
+            if slot.lost:
+                self.counters.late += 1
+            else:  # we are draining
+                await self._release(lease)
+        except EngineUnavailable as error:
+            log.warning("attempt %s is given back: %s", lease.attempt, error)
+            await self._release(lease)
+        except InfrastructureError as error:
+            await self._fail(lease, type(error).__name__, str(error))
+        except Exception as error:  # a bug in an environment must not take the other episodes with it
+            log.error("attempt %s failed in %s", lease.attempt, lease.task.id, exc_info=error)
+            await self._fail(lease, type(error).__name__, str(error))
+
+    async def _play(self, slot: Slot) -> None:
+        lease = slot.lease
+        source = self._mixture.sources[lease.task.source]
+        env = make_env(source.env, **source.kwargs)
+        transcript = Transcript(self._chat, env.tool_schemas())
+        policy = engine_policy(self._engine, self._chat, self._settings, lease.attempt)
+        saved = time.monotonic()
+
+        async def save(outcome: Outcome) -> None:
+            nonlocal saved
+            if time.monotonic() - saved > self._settings.checkpoint_seconds:
+                partial = to_trajectory(outcome, transcript, lease, source, self._settings, self.name, unfinished=True)
+                await self._redis(self._buffer.checkpoint, lease, partial)
+                saved = time.monotonic()
+
+        try:
+            outcome = await run_episode(env, lease.task.seed, policy, transcript, self._settings, save)
+            slot.finished = True
+            trajectory = to_trajectory(outcome, transcript, lease, source, self._settings, self.name)
+            answer = await self._redis(self._buffer.complete, lease, trajectory)
+            self.counters.count(outcome, transcript)
+            self.counters.late += answer == "gone"
+        finally:
+            async with asyncio.timeout(STOP_SECONDS):
+                await env.stop()
+
+    async def _fail(self, lease: Lease, reason: str, detail: str) -> None:
+        answer = await self._redis(self._buffer.fail, lease, reason, detail)
+        log.warning("attempt %s is %s: %s: %s", lease.attempt, answer, reason, detail)
+        self.counters.failed += 1
+        self.counters.failures_in_a_row += 1
+        if not self._stopping:  # the slot rests, so that what is broken is not hammered
+            await asyncio.sleep(min(0.05 * 2**self.counters.failures_in_a_row, LONGEST_PAUSE_SECONDS))
+
+    async def _release(self, lease: Lease) -> None:
+        await self._redis(self._buffer.release, lease)
+        self.counters.released += 1
+
+    async def _redis(self, call: Callable[..., T], *args: Any) -> T:
+        """A call to the buffer, repeated until it is served; while draining only as long as the drain lasts."""
+        while True:
+            try:
+                return await asyncio.to_thread(call, *args)
+            except RedisUnavailable as error:
+                if time.monotonic() > self._give_up_at:
+                    raise
+                log.warning("still waiting: %s", error)
+
+    async def _heartbeat(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.buffer.lease_seconds / 3)
+            slots = list(self._episodes.items())
+            if not slots:
+                continue
+            held = {lease.token for lease in await self._redis(self._buffer.heartbeat, [s.lease for _, s in slots])}
+            for episode, slot in slots:
+                if slot.lease.token not in held and not slot.finished and not episode.done():
+                    slot.lost = True
+                    episode.cancel()
+
+    async def _drain(self) -> None:
+        if self._episodes:
+            await asyncio.wait(self._episodes, timeout=max(0.0, self._give_up_at - time.monotonic()))
+        left = dict(self._episodes)
+        for episode, slot in left.items():
+            if not slot.finished:
+                episode.cancel()
+        await asyncio.gather(*left, *([self._listening] if self._listening else []), return_exceptions=True)
+
+    async def _report(self) -> None:
+        while True:
+            self._write_report()
+            await asyncio.sleep(REPORT_SECONDS)
+
+    def _write_report(self) -> None:
+        file = self._config.run_dir / "actors" / f"{self.name}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a") as out:
+            print(json.dumps(self.counters.line(len(self._episodes))), file=out)
+
+
+async def main(config: ActorConfig) -> None:
+    worker = Worker(config)
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, worker.stop)
+    await worker.run()
