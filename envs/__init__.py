@@ -44,3 +44,4 @@ __all__ = [
 ]
 
 register("argosy/repair", "argosy.envs.repair:Repair")
+register("argosy/repair-project", "argosy.envs.repair:RepairProject")

@@ -120,6 +120,8 @@ def explain(complaint: str) -> str:
     lowered = complaint.lower()
     if "mount proc" in lowered:
         fix = "this container masks /proc: run it with --security-opt systempaths=unconfined (or --privileged)"
+    elif "max_" in lowered:
+        fix = "too many namespaces, or too deep: sysctl -w user.max_user_namespaces=10000, or leave the outer sandbox"
     elif any(text in lowered for text in ("namespace", "uid map", "rtm_newaddr", "clone", "pivot_root", "mount")):
         fix = _namespace_fix()
     elif lowered.startswith("setpriv"):

@@ -119,7 +119,7 @@ def supervise(pid, pipe, seconds, memory, sink):
     if reason is not None:
         kill_all_others()
     _, status = os.waitpid(pid, 0)
-    reap()
+    reap(wait=reason is not None)  # the killed ones must be gone when the caller hears of it
     drain(pipe, sink)
     return status, reason
 

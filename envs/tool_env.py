@@ -12,6 +12,7 @@ import asyncio
 import inspect
 import json
 import math
+import numbers
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
@@ -49,7 +50,7 @@ class Grade:
 
     def __post_init__(self) -> None:
         for name, value in {"reward": self.reward, **self.parts}.items():
-            if isinstance(value, str) or not math.isfinite(value):
+            if not isinstance(value, numbers.Real) or not math.isfinite(value):
                 raise InvalidGrade(f"{name} must be one finite number, not {value!r}")
 
 

@@ -68,7 +68,8 @@ class Tool:
         model = pydantic.create_model(  # type: ignore[call-overload]
             name,
             __config__=pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=False),
-            **{p.name: _field(name, p, hints, documented.get(p.name)) for p in parameters},
+            # Numbered, because pydantic reserves some names for itself; a model and its errors see the aliases.
+            **{f"field_{i}": _field(name, p, hints, documented.get(p.name)) for i, p in enumerate(parameters)},
         )
         parameter_schema = model.model_json_schema(schema_generator=_NoTitles)
         parameter_schema.pop("title", None)
@@ -88,7 +89,7 @@ class Tool:
         except pydantic.ValidationError as error:
             problems = "; ".join(_explain(e) for e in error.errors()[:3])
             raise ToolError(f"{problems}. Usage: {self.signature}") from None
-        return {name: getattr(checked, name) for name in self.arguments.model_fields}
+        return {str(field.alias): getattr(checked, name) for name, field in self.arguments.model_fields.items()}
 
 
 def as_text(result: object) -> str:
@@ -111,7 +112,7 @@ def _field(tool_name: str, parameter: inspect.Parameter, hints: dict[str, Any], 
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
         raise ValueError(f"tool {tool_name}: parameter {parameter.name!r} must be an ordinary named parameter")
     default = ... if parameter.default is parameter.empty else parameter.default
-    return hints[parameter.name], pydantic.Field(default, description=text)
+    return hints[parameter.name], pydantic.Field(default, alias=parameter.name, description=text)
 
 
 def _describe(parameter: inspect.Parameter, hints: dict[str, Any]) -> str:

@@ -1,0 +1,255 @@
+"""Repair: small Python functions with a bug; failing examples tell what each should do, hidden tests judge.
+
+Invariant: what a function should compute never enters a sandbox, nor the agent's workspace: sandboxes get code and
+arguments and give values back, and the comparison happens here. A fifth of all correct functions (`split="held_out"`,
+chosen by a hash) never occurs in training, neither as what is wanted nor as a demonstration.
+
+Levels: 1 is one function in one file with a wrong operator or constant; 2 is two functions in one file, each with a
+bug; 3 is the same in two files that have to be read first.
+"""
+
+import hashlib
+import json
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .errors import ToolError
+from .pool import SandboxPool
+from .sandbox import Outcome
+from .tool_env import Grade, Message, ToolEnv
+from .tools import tool
+
+OPERATORS: dict[str, Callable[[int, int], int]] = {
+    "+": lambda x, c: x + c,
+    "-": lambda x, c: x - c,
+    "*": lambda x, c: x * c,
+}
+CONSTANTS = range(2, 100)
+EXAMPLES = (0, 1)  # what run_tests shows: f(0) tells the operator, f(1) the constant
+HIDDEN = (2, 3, 5, 17, -4)
+TURNS_PER_FUNCTION = 5
+SANDBOXES = 2  # a run takes milliseconds, so a few serve many episodes
+
+
+@dataclass(frozen=True)
+class Formula:
+    """`x <operator> <constant>`: what a function computes, or should."""
+
+    operator: str
+    constant: int
+
+    def __call__(self, x: int) -> int:
+        return OPERATORS[self.operator](x, self.constant)
+
+    def __str__(self) -> str:
+        return f"return x {self.operator} {self.constant}"
+
+    @property
+    def held_out(self) -> bool:
+        return hashlib.sha256(str(self).encode()).digest()[0] % 5 == 0
+
+
+@dataclass(frozen=True)
+class Function:
+    """One function of a task: where it stands, what it should compute and what it computes now."""
+
+    name: str
+    file: str
+    wanted: Formula
+    broken: Formula
+
+    @property
+    def source(self) -> str:
+        return f"def {self.name}(x):\n    {self.broken}\n"
+
+
+class Repair(ToolEnv):
+    """The workspace lives in this object; every run of its code happens in a sandbox without network."""
+
+    def __init__(self, level: Literal[1, 2] = 1, split: Literal["train", "held_out"] = "train"):
+        if level not in self.levels or split not in ("train", "held_out"):
+            raise ValueError(f"{type(self).__name__} has levels {self.levels}, splits train and held_out")
+        self.level, self.split = level, split
+        self.max_turns = TURNS_PER_FUNCTION * len(self._places())
+        self.files: dict[str, str] = {}
+        self._functions: list[Function] = []
+        self._last_run: list[str] = []
+
+    system = "Repair the code."
+    levels: tuple[int, ...] = (1, 2)
+
+    def setup(self, seed: int, options: dict[str, Any]) -> str:
+        rng = random.Random(f"{self.split} {self.level} {seed}")
+        self._functions = [_function(rng, *place, held_out=self.split == "held_out") for place in self._places()]
+        self.files = {function.file: "" for function in self._functions}
+        for function in self._functions:
+            self.files[function.file] += function.source
+        return self._opening()
+
+    @tool
+    async def run_tests(self) -> str:
+        """Run the visible examples; shows those that fail."""
+        failures = []
+        for function in self._functions:
+            outcomes = await self._run(function, EXAMPLES)
+            for x, outcome in zip(EXAMPLES, outcomes, strict=True):
+                if outcome.error is not None:
+                    return f"{function.name}({x}): {outcome.error}"
+                if outcome.value != function.wanted(x):
+                    failures.append(f"{function.name}({x}) is {outcome.value}, want {function.wanted(x)}")
+        return "\n".join(failures) or "passed"
+
+    @tool
+    def edit(self, file: str, line: int, text: str) -> str:
+        """Replace one line of a file; its indentation stays.
+
+        Args:
+            file: name of the file
+            line: number of the line, from 1
+            text: the new line
+        """
+        lines = self._read(file).splitlines()
+        if not 1 <= line <= len(lines):
+            raise ToolError(f"{file} has lines 1 to {len(lines)}")
+        old = lines[line - 1]
+        lines[line - 1] = old[: len(old) - len(old.lstrip())] + text.strip()
+        self.files[file] = "\n".join(lines) + "\n"
+        return "ok"
+
+    @tool
+    def submit(self) -> str:
+        """Hand in the code as it is now."""
+        self.finish()
+        return "submitted"
+
+    async def grade(self) -> Grade:
+        passed = 0
+        for function in self._functions:
+            outcomes = await self._run(function, HIDDEN)
+            passed += all(o.error is None and o.value == function.wanted(x) for x, o in zip(HIDDEN, outcomes))
+        return Grade(float(passed == len(self._functions)), {"functions": passed / len(self._functions)})
+
+    def expert(self, rng: random.Random) -> "Expert":
+        return Expert(self, rng)
+
+    def bug(self, shown: str) -> tuple[Function, int] | None:
+        """The function that the first failing example names, and the line of its formula. For the expert only."""
+        named = re.match(r"(\w+)\(", shown)
+        for function in self._functions:
+            if named and named[1] == function.name:
+                lines = self.files[function.file].splitlines()
+                return function, lines.index(f"def {function.name}(x):") + 2
+        return None
+
+    def _places(self) -> Sequence[tuple[str, str]]:
+        return [("f", "a.py")] if self.level == 1 else [("f", "a.py"), ("g", "a.py")]
+
+    def _opening(self) -> str:
+        return "\n".join(f"{name}\n{text.rstrip()}" for name, text in self.files.items())
+
+    def _read(self, file: str) -> str:
+        if file not in self.files:
+            raise ToolError(f"no file {file!r}; there are {', '.join(self.files)}")
+        return self.files[file]
+
+    async def _run(self, function: Function, arguments: Sequence[int]) -> list[Outcome]:
+        pool = SandboxPool.shared(size=SANDBOXES)
+        return await pool.run_python(self.files[function.file], function.name, [[x] for x in arguments])
+
+
+class RepairProject(Repair):
+    """Level 3: a function with a bug in each of two files, which the agent has to open."""
+
+    levels = (3,)
+
+    def __init__(self, level: Literal[3] = 3, split: Literal["train", "held_out"] = "train"):
+        super().__init__(level, split)  # type: ignore[arg-type]
+
+    @tool
+    def read_file(self, file: str) -> str:
+        """Show a file.
+
+        Args:
+            file: name of the file
+        """
+        return self._read(file).rstrip()
+
+    def _places(self) -> Sequence[tuple[str, str]]:
+        return [("f", "a.py"), ("g", "b.py")]
+
+    def _opening(self) -> str:
+        return " ".join(self.files)
+
+
+class Expert:
+    """A clumsy demonstrator: after a failing example it picks the right edit only `skill` of the time, else a plausible
+    wrong one; it forgets to test, gives up early and now and then writes a call that does not exist."""
+
+    skill = 0.3
+    slips = 0.03
+    tests_first = 0.75
+    verifies = 0.5
+    retries = 0.6
+
+    def __init__(self, env: Repair, rng: random.Random):
+        self._env, self._rng = env, rng
+        self._edited = False
+
+    def __call__(self, messages: Sequence[Message]) -> str:
+        last = messages[-1]
+        if self._maybe(self.slips):
+            return self._rng.choice([_call("run_tests")[:-1], _call("tests")])
+        if last["role"] == "user":
+            return _call("run_tests") if self._maybe(self.tests_first) else self._guess()
+        answer = str(last["content"])
+        if answer == "passed":
+            return _call("submit") if self._maybe(0.9) else _call("run_tests")
+        if answer == "ok":
+            return _call("run_tests") if self._maybe(self.verifies) else _call("submit")
+        if " want " in answer:
+            return self._repair(answer) if self._maybe(self.retries if self._edited else 0.9) else _call("submit")
+        return _call("run_tests")
+
+    def _repair(self, failures: str) -> str:
+        found = self._env.bug(failures)
+        assert found, failures
+        function, line = found
+        first = [row for row in failures.splitlines() if row.startswith(function.name + "(")]
+        numbers = [int(n) for row in first for n in re.findall(r"\d+", row.partition(" is ")[2]) if int(n) > 1]
+        formula = function.wanted
+        if not self._maybe(self.skill):
+            formula = Formula(self._rng.choice(list(OPERATORS)), self._rng.choice(numbers or CONSTANTS))
+        self._edited = True
+        return _call("edit", file=function.file, line=line, text=str(formula))
+
+    def _guess(self) -> str:
+        if not self._maybe(0.7):
+            return _call("submit")
+        function, line = self._env.bug("f(") or (None, 0)
+        assert function is not None
+        formula = Formula(self._rng.choice(list(OPERATORS)), self._rng.choice(CONSTANTS))
+        return _call("edit", file=function.file, line=line, text=str(formula))
+
+    def _maybe(self, chance: float) -> bool:
+        return self._rng.random() < chance
+
+
+def _call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def _function(rng: random.Random, name: str, file: str, held_out: bool) -> Function:
+    """A function to repair: 294 correct formulas, each broken in the constant or in the operator."""
+    while True:
+        wanted = Formula(rng.choice(list(OPERATORS)), rng.choice(CONSTANTS))
+        if wanted.held_out != held_out:
+            continue
+        if rng.random() < 0.6:
+            broken = Formula(wanted.operator, rng.choice(CONSTANTS))
+        else:
+            broken = Formula(rng.choice(list(OPERATORS)), wanted.constant)
+        if broken != wanted:
+            return Function(name, file, wanted, broken)
