@@ -43,5 +43,4 @@ __all__ = [
     "tool",
 ]
 
-register("argosy/repair", "argosy.envs.repair:Repair")
-register("argosy/repair-project", "argosy.envs.repair:RepairProject")
+register("argosy/repair", "argosy.envs.repair:repair")

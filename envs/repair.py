@@ -14,7 +14,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from .errors import ToolError
 from .pool import SandboxPool
@@ -66,20 +66,23 @@ class Function:
         return f"def {self.name}(x):\n    {self.broken}\n"
 
 
+def repair(level: int = 1, split: str = "train") -> "Repair":
+    """The environment `argosy/repair`; ValueError for a level or a split that does not exist."""
+    if level not in (1, 2, 3) or split not in ("train", "held_out"):
+        raise ValueError(f"repair has levels 1, 2, 3 and splits train, held_out; not level {level}, split {split!r}")
+    return RepairProject(level, split) if level == 3 else Repair(level, split)
+
+
 class Repair(ToolEnv):
     """The workspace lives in this object; every run of its code happens in a sandbox without network."""
 
-    def __init__(self, level: Literal[1, 2] = 1, split: Literal["train", "held_out"] = "train"):
-        if level not in self.levels or split not in ("train", "held_out"):
-            raise ValueError(f"{type(self).__name__} has levels {self.levels}, splits train and held_out")
+    def __init__(self, level: int, split: str):
         self.level, self.split = level, split
         self.max_turns = TURNS_PER_FUNCTION * len(self._places())
         self.files: dict[str, str] = {}
         self._functions: list[Function] = []
-        self._last_run: list[str] = []
 
     system = "Repair the code."
-    levels: tuple[int, ...] = (1, 2)
 
     def setup(self, seed: int, options: dict[str, Any]) -> str:
         rng = random.Random(f"{self.split} {self.level} {seed}")
@@ -91,16 +94,17 @@ class Repair(ToolEnv):
 
     @tool
     async def run_tests(self) -> str:
-        """Run the visible examples; shows those that fail."""
-        failures = []
+        """Run the examples; shows those of the functions that fail."""
+        report = []
         for function in self._functions:
-            outcomes = await self._run(function, EXAMPLES)
-            for x, outcome in zip(EXAMPLES, outcomes, strict=True):
-                if outcome.error is not None:
-                    return f"{function.name}({x}): {outcome.error}"
-                if outcome.value != function.wanted(x):
-                    failures.append(f"{function.name}({x}) is {outcome.value}, want {function.wanted(x)}")
-        return "\n".join(failures) or "passed"
+            outcomes = await self._values(function, EXAMPLES)
+            if any(outcome.error is not None for outcome in outcomes):
+                return f"{function.name}: {next(outcome.error for outcome in outcomes if outcome.error)}"
+            wanted = [function.wanted(x) for x in EXAMPLES]
+            if [outcome.value for outcome in outcomes] != wanted:
+                rows = zip(EXAMPLES, outcomes, wanted, strict=True)
+                report += [f"{function.name}({x}) is {outcome.value}, want {want}" for x, outcome, want in rows]
+        return "\n".join(report) or "passed"
 
     @tool
     def edit(self, file: str, line: int, text: str) -> str:
@@ -128,7 +132,7 @@ class Repair(ToolEnv):
     async def grade(self) -> Grade:
         passed = 0
         for function in self._functions:
-            outcomes = await self._run(function, HIDDEN)
+            outcomes = await self._values(function, HIDDEN)
             passed += all(o.error is None and o.value == function.wanted(x) for x, o in zip(HIDDEN, outcomes))
         return Grade(float(passed == len(self._functions)), {"functions": passed / len(self._functions)})
 
@@ -155,18 +159,13 @@ class Repair(ToolEnv):
             raise ToolError(f"no file {file!r}; there are {', '.join(self.files)}")
         return self.files[file]
 
-    async def _run(self, function: Function, arguments: Sequence[int]) -> list[Outcome]:
+    async def _values(self, function: Function, arguments: Sequence[int]) -> list[Outcome]:
         pool = SandboxPool.shared(size=SANDBOXES)
         return await pool.run_python(self.files[function.file], function.name, [[x] for x in arguments])
 
 
 class RepairProject(Repair):
     """Level 3: a function with a bug in each of two files, which the agent has to open."""
-
-    levels = (3,)
-
-    def __init__(self, level: Literal[3] = 3, split: Literal["train", "held_out"] = "train"):
-        super().__init__(level, split)  # type: ignore[arg-type]
 
     @tool
     def read_file(self, file: str) -> str:
