@@ -119,7 +119,7 @@ def _read(model: "_Model", source: Directory, name: str, layer: int | None) -> t
         return source[f"{prefix}{_NORMS[name]}.weight"]
     if match := re.fullmatch(r"self_attention\.linear_qkv\.(weight|bias)", name):
         parts = [source[f"{prefix}self_attn.{part}_proj.{match[1]}"] for part in "qkv"]
-        return mine(_merge_qkv(*parts, model=model), 0)
+        return mine(_merge_qkv(parts, shape.kv_heads), 0)
     if name == "self_attention.linear_proj.weight":
         return mine(source[prefix + "self_attn.o_proj.weight"], 1)
     if name == "mlp.linear_fc1.weight":
@@ -128,10 +128,10 @@ def _read(model: "_Model", source: Directory, name: str, layer: int | None) -> t
     return mine(source[prefix + "mlp.down_proj.weight"], 1)
 
 
-def _merge_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, model: "_Model") -> torch.Tensor:
+def _merge_qkv(parts: list[torch.Tensor], groups: int) -> torch.Tensor:
     """HF's q [heads * d, ...], k, v [groups * d, ...] -> Megatron's rows, group by group: its queries, key, value."""
-    groups, rest = model.architecture.kv_heads, q.shape[1:]
-    return torch.cat([part.reshape(groups, -1, *rest) for part in (q, k, v)], dim=1).reshape(-1, *rest)
+    rest = parts[0].shape[1:]
+    return torch.cat([part.reshape(groups, -1, *rest) for part in parts], dim=1).reshape(-1, *rest)
 
 
 def _split_qkv(weight: torch.Tensor, model: "_Model") -> tuple[torch.Tensor, ...]:

@@ -39,9 +39,14 @@ class Update:
     loss: float
     """Mean loss per action over all ranks."""
     grad_norm: float
-    """Global L2 norm before clipping; not finite when the update was refused."""
-    applied: bool
-    """Whether weights changed."""
+    """Global L2 norm before clipping."""
+    finite: bool
+    """Whether loss and gradient were finite; if not, the update was refused."""
+
+    @property
+    def applied(self) -> bool:
+        """Whether weights changed."""
+        return self.finite and self.grad_norm > 0
 
 
 class Trainee:
@@ -86,20 +91,23 @@ class Trainee:
             return self._schedule(microbatches, outputs, forward_only=True)[0]
 
     def update(self, microbatches: Sequence[MicroBatch], loss: Loss, lr: float | None = None) -> Update:
-        """One optimizer step on the mean of `loss`, at `lr` if given; no step if loss or gradient are not finite."""
+        """One optimizer step on the mean of `loss`, at `lr` if given.
+
+        No step is made if loss or gradient are not finite, nor without any gradient: momentum alone would move weights.
+        """
         self._wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
         outputs, loss_sum, actions = self._schedule(microbatches, loss, forward_only=False)
         loss_sum, actions = ranks.total(np.array([loss_sum, actions], np.float64))
-        refused = self.optimizer.prepare_grads()
+        overflow = self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         mean = loss_sum / max(actions, 1.0)
-        if refused or not math.isfinite(norm) or not math.isfinite(mean):
-            return Update(outputs, mean, norm, applied=False)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.lr if lr is None else lr
-        self.optimizer.step()
-        return Update(outputs, mean, norm, applied=True)
+        update = Update(outputs, mean, norm, not overflow and math.isfinite(norm) and math.isfinite(mean))
+        if update.applied:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.settings.lr if lr is None else lr
+            self.optimizer.step()
+        return update
 
     def _schedule(
         self, microbatches: Sequence[MicroBatch], loss: Loss, forward_only: bool

@@ -30,7 +30,7 @@ def start(settings: ParallelSettings, seed: int) -> None:
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world % (settings.tensor * settings.pipeline):
-        raise ValueError(f"{world} ranks cannot be divided into tensor {settings.tensor} x pipeline {settings.pipeline}")
+        raise ValueError(f"{world} ranks are no multiple of tensor {settings.tensor} x pipeline {settings.pipeline}")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -54,6 +54,11 @@ def is_first() -> bool:
     return dist.get_rank() == 0
 
 
+def number() -> int:
+    """This rank's number among all."""
+    return dist.get_rank()
+
+
 def device() -> torch.device:
     """Where this rank computes."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -71,6 +76,16 @@ def agree(value: T) -> T:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def gather(items: list[T]) -> list[T]:
+    """The lists of all data-parallel ranks, joined, on every rank."""
+    size = parallel_state.get_data_parallel_world_size()
+    if size == 1:
+        return items
+    parts: list[list[T]] = [[] for _ in range(size)]
+    dist.all_gather_object(parts, items, group=parallel_state.get_data_parallel_group())
+    return [item for part in parts for item in part]
 
 
 def total(array: np.ndarray) -> np.ndarray:

@@ -1,0 +1,36 @@
+"""`python -m argosy.learner CONFIG.json`: one rank of the learner (torchrun starts several).
+
+Exit code 0: training is finished. 3: asked to stop, everything so far is in a checkpoint. Anything else: an error, on
+stderr.
+"""
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+
+def main() -> int:
+    if len(sys.argv) != 2:
+        print(__doc__, file=sys.stderr)
+        return 2
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("megatron").setLevel(logging.ERROR)  # advice to Megatron's own developers
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor", module="megatron")
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    from . import ranks
+    from .run import LearnerConfig
+    from .trainer import Trainer
+
+    config = LearnerConfig.model_validate_json(Path(sys.argv[1]).read_text())
+    code = Trainer(config).run()
+    ranks.stop()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""The critic's work: values of a batch, and updates towards its returns.
+
+Invariant: the values used for advantages are from before any update on the batch they belong to. Where the targets do
+not depend on values (lambda_critic = 1 and nothing to bootstrap) the first update's own forward pass yields them, which
+saves a third of the critic's time.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import ranks
+from .advantages import continues, targets
+from .objectives import value_loss
+from .optimization import Trainee, Update
+from .packing import Batch, MicroBatch, gather, plan
+from .settings import LearnerSettings
+
+
+@dataclass(frozen=True)
+class CriticStep:
+    """What the critic said about a batch, and what learning from it did."""
+
+    values: np.ndarray
+    """float32[N], from before the first update."""
+    updates: list[Update]
+
+
+def learn(critic: Trainee, batch: Batch, settings: LearnerSettings, updates: int) -> CriticStep:
+    """Makes `updates` critic updates on the whole batch."""
+    known = settings.advantage.lambda_critic == 1.0 and not continues(batch, settings.advantage).any()
+    if ranks.total(np.array([not known], np.float64))[0]:  # all ranks take the same path
+        values = predict(critic, batch, settings)
+        microbatches = _microbatches(batch, settings, targets(batch, values, settings.advantage))
+        return CriticStep(values, [critic.update(microbatches, _loss) for _ in range(updates)])
+    returns = targets(batch, np.zeros(len(batch.tokens), np.float32), settings.advantage)
+    microbatches = _microbatches(batch, settings, returns)
+    done = [critic.update(microbatches, _loss) for _ in range(updates)]
+    return CriticStep(_scatter(batch, microbatches, done[0].outputs[0]), done)
+
+
+def predict(critic: Trainee, batch: Batch, settings: LearnerSettings) -> np.ndarray:
+    """The critic's value at every position, float32[N]."""
+    microbatches = _microbatches(batch, settings, np.zeros(len(batch.actions), np.float32))
+    return _scatter(batch, microbatches, critic.forward(microbatches, _loss)[0])
+
+
+def _loss(batch: MicroBatch, values: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    return value_loss(values[batch.actions], batch.columns["returns"]).sum(), [values]
+
+
+def _microbatches(batch: Batch, settings: LearnerSettings, returns: np.ndarray) -> list[MicroBatch]:
+    parts = plan(batch, settings.tokens_per_microbatch)
+    return [gather(batch, part, {"returns": returns}, ranks.device()) for part in parts]
+
+
+def _scatter(batch: Batch, microbatches: Iterable[MicroBatch], values: Iterable[np.ndarray]) -> np.ndarray:
+    flat = np.zeros(len(batch.tokens), np.float32)
+    for microbatch, value in zip(microbatches, values, strict=True):
+        flat[microbatch.positions] = value[: len(microbatch.positions)]
+    return flat

@@ -1,0 +1,122 @@
+"""What a step tells about itself: one JSON line per step, and alarms that say what they mean and what to do.
+
+Invariant: every number is over the actions (or episodes) of all data-parallel ranks, and all ranks hold the same
+numbers, so a decision may rest on them. A number that does not exist (explained variance of equal returns) is None.
+"""
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import ranks
+from .packing import Batch
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A number that left the range in which learning is known to be healthy."""
+
+    name: str
+    value: float
+    limit: float
+    hint: str
+
+
+# (metric, healthy side of the limit, limit, what it means and what to try)
+LIMITS: list[tuple[str, str, float, str]] = [
+    ("masked_share", "<", 0.2, "the policy left the trusted range within a batch's age: lower policy.lr or eta"),
+    ("ess", ">", 0.5, "few tokens carry the update: lower eta, or give engine and learner the same precision"),
+    ("mismatch_k3", "<", 0.05, "engine and learner disagree on what was sampled: check temperature, precision, eta"),
+    ("entropy", ">", 0.02, "the policy has all but stopped exploring: lower policy.lr or add objective.entropy"),
+    ("explained_variance", ">", -0.1, "the critic is worse than a constant: more value.updates, another critic.lr"),
+    ("grad_norm", "<", 20.0, "the gradient is far above its clip: lower policy.lr"),
+    ("advantage_std", ">", 0.01, "almost no signal is left: harder tasks, or stop"),
+    ("reward_std", ">", 1e-6, "every episode earned the same: harder or easier tasks, or a larger batch"),
+]
+
+
+def alarms(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The alarms of a step's record; a metric that is missing or None raises none, one that is not finite always."""
+    found = []
+    for name, side, limit, hint in LIMITS:
+        value = record.get(name)
+        if value is not None and not (value < limit if side == "<" else value > limit):
+            found.append(asdict(Alarm(name, value, limit, hint)))
+    return found
+
+
+def append(run_dir: Path, record: Mapping[str, Any]) -> None:
+    """Adds a line to {run_dir}/metrics.jsonl (the first rank does); numbers that are not finite become null."""
+    if ranks.is_first():
+        cleaned = {name: _json(value) for name, value in record.items()}
+        with (run_dir / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"time": time.time(), **cleaned}) + "\n")
+
+
+def mean_and_std(values: np.ndarray) -> tuple[float, float]:
+    """Over all ranks; (0, 0) when there are none."""
+    count, total = ranks.total(np.array([len(values), values.sum()], np.float64))
+    mean = total / max(count, 1.0)
+    return float(mean), math.sqrt(ranks.total(np.array([((values - mean) ** 2).sum()]))[0] / max(count, 1.0))
+
+
+def explained_variance(values: np.ndarray, returns: np.ndarray) -> float | None:
+    """1 - Var(returns - values) / Var(returns) over all ranks; 1 is perfect, 0 no better than a constant."""
+    _, spread = mean_and_std(returns.astype(np.float64))
+    _, left = mean_and_std(returns.astype(np.float64) - values)
+    return 1.0 - (left / spread) ** 2 if spread > 1e-6 else None
+
+
+def engine_mismatch(old: np.ndarray, mu: np.ndarray) -> dict[str, float]:
+    """How far the learner's log-probabilities of the sampled actions are from the engine's, before any update.
+
+    mismatch_k1 = mean(mu - old) and mismatch_k3 = mean(rho - 1 - log rho) estimate KL(engine || learner) in nats, with
+    rho = exp(old - mu) (http://joschu.net/blog/kl-approx.html); mismatch_max is the largest |old - mu|;
+    ess = (sum rho)^2 / (n sum rho^2), 1 when all weights are equal.
+    """
+    log_rho = old.astype(np.float64) - mu
+    rho = np.exp(np.minimum(log_rho, 50.0))
+    sums = [len(rho), -log_rho.sum(), (rho - 1 - log_rho).sum(), rho.sum(), (rho**2).sum()]
+    count, k1, k3, weight, square = ranks.total(np.array(sums, np.float64))
+    count = max(count, 1.0)
+    largest = ranks.highest(np.array([np.abs(log_rho).max(initial=0.0)]))[0]
+    ess = weight**2 / (count * square) if square else 1.0
+    return {"mismatch_k1": k1 / count, "mismatch_k3": k3 / count, "mismatch_max": float(largest), "ess": ess}
+
+
+def staleness(batch: Batch, version: int) -> dict[str, float]:
+    """Age in versions of the episodes' oldest sampled tokens (mean, max) and of all sampled tokens (mean)."""
+    oldest = [trajectory.oldest_version for trajectory in batch.trajectories]
+    ages = np.array([version - age for age in oldest if age is not None], np.float64)
+    largest = ranks.highest(np.array([ages.max(initial=0.0)]))[0]
+    by_token = mean_and_std((version - batch.versions).astype(np.float64))[0]
+    return {
+        "staleness_mean": mean_and_std(ages)[0],
+        "staleness_max": float(largest),
+        "staleness_token_mean": by_token,
+    }
+
+
+def contents(batch: Batch) -> dict[str, float]:
+    """Rewards and sizes of a batch."""
+    rewards = np.array([trajectory.reward for trajectory in batch.trajectories], np.float64)
+    mean, spread = mean_and_std(rewards)
+    sizes = np.array([len(rewards), len(batch.tokens), len(batch.actions)], np.float64)
+    episodes, tokens, sampled = (int(size) for size in ranks.total(sizes))
+    return {
+        "reward": mean, "reward_std": spread, "episodes": episodes, "tokens": tokens, "sampled_tokens": sampled,
+    }  # fmt: skip
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return round(value, 7) if math.isfinite(value) else None
+    return value

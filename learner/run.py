@@ -1,0 +1,253 @@
+"""What the stages of one learner process share: its models, where it is, and its dealings with the world.
+
+Invariant: a trajectory counts as trained only when a durable checkpoint holds its gradient (`commit` follows `save`);
+whatever kills the process before that, the next one starts from the checkpoint, puts later claims back and trains them
+again. Weights go out under a version that was never used before, also after a step back.
+
+It waits for two others, never for ever: for actors to bring a batch (`claim_seconds`), and for engines to serve what
+was published (`publish_seconds`, after which it goes on without them).
+"""
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from ..buffer import BufferSettings, ReplayBuffer, Trajectory, WeightLedger, write_archive
+from . import checkpoint, metrics, ranks
+from .model import Critic, Policy
+from .optimization import Trainee, Update
+from .publish import publish
+from .settings import LearnerSettings
+
+log = logging.getLogger(__name__)
+
+Stage = Literal["supervised", "value", "policy", "done"]
+REFUSALS = 3  # updates in a row that were not finite: weights or data are broken, and going on mends neither
+CLAIM_SLICE = 1.0  # seconds between two looks at the clock and at SIGTERM while waiting for a batch
+
+
+class NonFinite(RuntimeError):
+    """Several updates in a row had a loss or gradient that is not finite."""
+
+
+class LearnerConfig(BaseModel):
+    """The file a learner process is started with."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    run_dir: Path
+    """Where checkpoints, weights, metrics and samples go."""
+    model: Path
+    """The Hugging Face directory to start from."""
+    buffer: BufferSettings
+    learner: LearnerSettings
+
+
+@dataclass
+class Progress:
+    """Where the run is; saved with every checkpoint, as JSON."""
+
+    stage: Stage = "supervised"
+    step: int = 0
+    """Steps done in this stage."""
+    total: int = 0
+    """Steps done in all stages: numbers the checkpoints."""
+    claimed: int = 0
+    """Batches claimed from the buffer and trained on."""
+    committed: int = 0
+    """Those of them whose gradient is in a durable checkpoint."""
+    version: int = 0
+    """The newest weights that were published."""
+    manifests: dict[int, list[str]] = field(default_factory=dict)
+    """The attempts of each batch claimed since the checkpoint before last."""
+    rewards: list[float] = field(default_factory=list)
+    """Of the newest trained trajectories, up to `stop.window`."""
+    skipped: int = 0
+    """Policy steps without signal."""
+    refused: int = 0
+    """Updates that were not finite."""
+    zero_variance: int = 0
+    """Policy batches whose episodes all earned the same."""
+
+    @classmethod
+    def restore(cls, saved: dict[str, Any]) -> "Progress":
+        return cls(**{**saved, "manifests": {int(step): ids for step, ids in saved["manifests"].items()}})
+
+    def ids(self, committed: bool) -> dict[int, list[str]]:
+        """The remembered batches that are (not) in a durable checkpoint."""
+        return {step: ids for step, ids in self.manifests.items() if (step <= self.committed) == committed}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A batch taken from the buffer: this rank's share of it."""
+
+    step: int
+    trajectories: Sequence[Trajectory]
+    version: int
+    """The newest weights when it was taken."""
+    begun: float
+    wait_seconds: float
+
+
+class Run:
+    """The learner's side of one run. Made on every rank, at the newest checkpoint if there is one."""
+
+    def __init__(self, config: LearnerConfig):
+        self.config, self.settings = config, config.learner
+        ranks.start(self.settings.parallel, self.settings.seed)
+        self._stop = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.settings.dtype]
+        self.policy = Trainee(Policy(config.model, dtype), self.settings.policy)
+        self.critic = Trainee(Critic(config.model, dtype), self.settings.critic)
+        self.progress = Progress()
+        self.weights = WeightLedger(config.buffer)
+        self.buffer = ReplayBuffer(config.buffer, on_restart=self._reconcile)
+        self._refused_in_a_row = 0
+        self._resume()
+
+    def stopping(self) -> bool:
+        """Whether the process was asked to stop (SIGTERM to the first rank); the same on every rank."""
+        return ranks.agree(self._stop.is_set())
+
+    def enter(self, stage: Stage) -> None:
+        """Goes on to `stage`. The end of the supervised stage is where rollouts begin: it publishes the first weights.
+
+        What an engine sampled before, from untrained weights, is made too old to be claimed.
+        """
+        if self.progress.stage == "supervised":
+            self.critic.model.load_state_dict(self._policy_trunk(), strict=False)
+            self.critic.optimizer.reload_model_params()
+            self.publish(at_least=self.config.buffer.eta if self.settings.supervised else 0)
+        self.progress.stage, self.progress.step = stage, 0
+
+    def claim(self) -> Claim | None:
+        """Waits for the next batch; None if asked to stop meanwhile. Raises TimeoutError after `claim_seconds`."""
+        begun, step = time.monotonic(), self.progress.claimed + 1
+        while True:
+            ids = self.buffer.claim(step) if ranks.is_first() and not self._stop.is_set() else None
+            ids, stop = ranks.agree((ids, self._stop.is_set()))
+            if stop:
+                return None
+            if ids is not None:
+                break
+            if (waited := time.monotonic() - begun) > self.settings.claim_seconds:
+                raise TimeoutError(
+                    f"no batch of {self.config.buffer.batch_size} groups became ready in {waited:.0f} s: "
+                    f"are the actors running? The buffer says {self.buffer.stats()}"
+                )
+            if ranks.is_first():
+                self.buffer.wait(CLAIM_SLICE)
+        self.progress.manifests[step] = ids
+        waited = time.monotonic() - begun
+        return Claim(step, self.buffer.get(ranks.shard(ids)), self.progress.version, begun, waited)
+
+    def finish(self, claim: Claim) -> None:
+        """The batch is trained on; the next `publish` gives its places in the buffer to new attempts."""
+        progress = self.progress
+        progress.claimed = claim.step
+        rewards = ranks.gather([trajectory.reward for trajectory in claim.trajectories])
+        progress.rewards = (progress.rewards + rewards)[-self.settings.stop.window :]
+
+    def publish(self, changed: bool = True, at_least: int = 0) -> float:
+        """Tells the buffer what is trained, after sending out the weights if they changed; returns the seconds it took.
+
+        They go out under a new version above `at_least`.
+        """
+        seconds = self._send_weights(at_least) if changed else 0.0
+        if ranks.is_first():
+            self.buffer.publish(self.progress.version, self.progress.claimed)
+        return seconds
+
+    def guard(self, *updates: Update, batch: Sequence[Trajectory] = ()) -> None:
+        """Counts updates that were refused, keeps their batch aside, and raises NonFinite after several in a row."""
+        refused = [update for update in updates if not update.finite]
+        if not refused:
+            self._refused_in_a_row = 0
+            return
+        self.progress.refused += len(refused)
+        self._refused_in_a_row += 1
+        kept = self.config.run_dir / "refused" / f"batch-{self.progress.claimed + 1:06d}.rank{ranks.number()}.archive"
+        if batch:
+            kept.parent.mkdir(exist_ok=True)
+            write_archive(kept, batch)
+        worst = refused[0]
+        message = f"loss {worst.loss}, gradient norm {worst.grad_norm} at step {self.progress.total + 1} ({kept})"
+        log.error("update refused: %s", message)
+        if self._refused_in_a_row >= REFUSALS:
+            raise NonFinite(f"{REFUSALS} steps in a row were refused, the last one with {message}")
+
+    def record(self, begun: float, **values: Any) -> None:
+        """Ends a step that began at `begun` (monotonic seconds) with a line in the metrics."""
+        progress = self.progress
+        progress.step += 1
+        progress.total += 1
+        record = {
+            "stage": progress.stage,
+            "step": progress.step,
+            "seconds": time.monotonic() - begun,
+            **values,
+            "skipped": progress.skipped,
+            "refused": progress.refused,
+            "zero_variance": progress.zero_variance,
+        }
+        metrics.append(self.config.run_dir, {**record, "alarms": metrics.alarms(record)})
+        if progress.total % self.settings.checkpoint_every == 0:
+            self.checkpoint()
+
+    def checkpoint(self) -> None:
+        """Makes everything so far durable and tells the buffer."""
+        progress = self.progress
+        known = {step: ids for step, ids in progress.manifests.items() if step > progress.committed}
+        saved = Progress(**{**vars(progress), "committed": progress.claimed})
+        checkpoint.save(self.config.run_dir, progress.total, self._trainees(), asdict(saved))
+        if ranks.is_first():
+            self.buffer.commit(progress.claimed)
+        progress.committed, progress.manifests = progress.claimed, known
+
+    def _send_weights(self, at_least: int) -> float:
+        progress = self.progress
+        issued = self.buffer.next_version(max(at_least, progress.version)) if ranks.is_first() else 0
+        progress.version = ranks.agree(issued)
+        done = publish(
+            self.policy.model, self.config.model, self.config.run_dir, self.weights, progress.version, progress.total,
+            self.settings.publish_seconds,
+        )  # fmt: skip
+        if done.behind:
+            log.warning(
+                "version %d is not served after %.0f s by %s: going on without them",
+                progress.version, done.seconds, ", ".join(done.behind),
+            )  # fmt: skip
+        return done.seconds
+
+    def _trainees(self) -> dict[str, Trainee]:
+        return {"policy": self.policy, "critic": self.critic}
+
+    def _policy_trunk(self) -> dict[str, Any]:
+        state = self.policy.model.state_dict()
+        return {name: tensor for name, tensor in state.items() if not name.startswith("output_layer")}
+
+    def _resume(self) -> None:
+        folder = checkpoint.newest(self.config.run_dir)
+        if folder is not None:
+            self.progress = Progress.restore(checkpoint.load(folder, self._trainees()))
+            log.info("resumed from %s: %s step %d", folder, self.progress.stage, self.progress.step)
+        if ranks.is_first():
+            trained = [attempt for ids in self.progress.manifests.values() for attempt in ids]
+            self.buffer.rewind(self.progress.claimed, trained)
+        if self.progress.stage in ("value", "policy"):
+            self.publish()
+
+    def _reconcile(self) -> None:
+        trained = [attempt for ids in self.progress.ids(committed=True).values() for attempt in ids]
+        self.buffer.reconcile(self.progress.ids(committed=False), trained, self.progress.version)

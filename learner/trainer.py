@@ -1,0 +1,92 @@
+"""The learner's loop: claim, judge, improve, publish, record (and, every few steps, checkpoint and commit).
+
+Invariant: a step is done in this order, so that whoever sees its version sees weights that hold its gradient, and the
+buffer makes room only for a batch that has been trained on. `Run` guarantees that a crash at any point repeats whole
+steps and loses none.
+
+Each line that waits says for whom in `Run`: `claim` for the actors, `publish` for the engines.
+"""
+
+from . import critic, metrics, policy, samples, supervised, value
+from .advantages import Estimate, estimate
+from .critic import CriticStep
+from .packing import Batch, flatten
+from .policy import PolicyStep
+from .run import Claim, LearnerConfig, Run
+
+DONE, INTERRUPTED = 0, 3  # exit codes
+
+
+class Trainer:
+    """One learner process: Trainer(config).run() goes through the stages that are left and returns the exit code."""
+
+    def __init__(self, config: LearnerConfig):
+        self.state = Run(config)
+
+    def run(self) -> int:
+        """Trains until the end or a SIGTERM; either way the last checkpoint is durable and committed."""
+        run = self.state
+        if run.progress.stage == "supervised" and supervised.imitate(run):
+            run.enter("value")
+        if run.progress.stage == "value" and value.pretrain(run):
+            run.enter("policy")
+        if run.progress.stage == "policy" and self.train():
+            run.enter("done")
+        run.checkpoint()
+        return DONE if run.progress.stage == "done" else INTERRUPTED
+
+    def train(self) -> bool:
+        """The policy stage: one claimed batch a step. Returns whether it is finished (or else was interrupted)."""
+        run, settings = self.state, self.state.settings
+        while not self.finished():
+            if (claim := run.claim()) is None:
+                return False
+            batch = flatten(claim.trajectories)
+            judged = critic.learn(run.critic, batch, settings, settings.critic_updates)
+            learned = estimate(batch, judged.values, settings.advantage)
+            step = policy.improve(run.policy, batch, learned, settings)
+            run.guard(*judged.updates, *step.updates, batch=claim.trajectories)
+            run.finish(claim)
+            publish_seconds = run.publish(changed=step.moved)
+            self._record(claim, batch, judged, learned, step, publish_seconds)
+        return True
+
+    def finished(self) -> bool:
+        """Whether the policy stage has taken all its steps or earns what it should."""
+        stop, progress = self.state.settings.stop, self.state.progress
+        known = len(progress.rewards) >= stop.window
+        good = stop.success is not None and known and sum(progress.rewards) / len(progress.rewards) >= stop.success
+        return progress.step >= stop.steps or good
+
+    def _record(
+        self,
+        claim: Claim,
+        batch: Batch,
+        judged: CriticStep,
+        learned: Estimate,
+        step: PolicyStep,
+        publish_seconds: float,
+    ) -> None:
+        run = self.state
+        contents = metrics.contents(batch)
+        run.progress.skipped += not step.moved
+        run.progress.zero_variance += contents["reward_std"] == 0
+        run.record(
+            claim.begun,
+            steps=run.settings.stop.steps,
+            wait_seconds=claim.wait_seconds,
+            publish_seconds=publish_seconds,
+            version=run.progress.version,
+            loss=step.updates[-1].loss if step.updates else None,
+            grad_norm=max((update.grad_norm for update in step.updates), default=None),
+            critic_loss=judged.updates[0].loss,
+            critic_grad_norm=judged.updates[0].grad_norm,
+            explained_variance=metrics.explained_variance(judged.values[batch.actions], learned.returns),
+            advantage_mean=learned.mean,
+            advantage_std=learned.spread,
+            **step.diagnostics,
+            **metrics.staleness(batch, claim.version),
+            **contents,
+        )
+        last = self.finished() or run.stopping()
+        samples.write(run.config.run_dir, run.progress.step, last, batch, judged.values, learned)

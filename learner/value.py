@@ -1,0 +1,53 @@
+"""The value stage: teach the critic what the unchanged policy earns, before the policy moves for the first time.
+
+Invariant: the policy's weights and version stay as they are; the claimed episodes are trained on by the critic alone.
+The explained variance of a batch is taken before the critic has seen any of it.
+"""
+
+import numpy as np
+
+from ..buffer import Trajectory
+from . import critic, metrics
+from .advantages import targets
+from .packing import flatten
+from .run import Run
+
+
+def pretrain(run: Run) -> bool:
+    """Runs the stage from where it is. Returns whether it is finished (or else was interrupted).
+
+    After each claimed batch the critic makes a few updates, each on a random batch of everything claimed so far: the
+    same episodes are seen many times, but never in the same company. (The pool does not outlive the process.)
+    """
+    settings, progress = run.settings.value, run.progress
+    if settings is None:
+        return True
+    pool: list[Trajectory] = []
+    while progress.step < settings.batches:
+        if (claim := run.claim()) is None:
+            return False
+        fresh = flatten(claim.trajectories)
+        values = critic.predict(run.critic, fresh, run.settings)
+        returns = targets(fresh, values, run.settings.advantage)
+        explained = metrics.explained_variance(values[fresh.actions], returns)
+        pool += claim.trajectories
+        generator = np.random.default_rng([run.settings.seed, claim.step])
+        for _ in range(settings.updates):
+            chosen = generator.choice(len(pool), len(claim.trajectories), replace=False)
+            batch = flatten([pool[index] for index in chosen])
+            update = critic.learn(run.critic, batch, run.settings, updates=1).updates[-1]
+            run.guard(update, batch=batch.trajectories)
+        run.finish(claim)
+        run.publish(changed=False)
+        run.record(
+            claim.begun,
+            steps=settings.batches,
+            wait_seconds=claim.wait_seconds,
+            version=progress.version,
+            explained_variance=explained,
+            critic_loss=update.loss,
+            critic_grad_norm=update.grad_norm,
+            **metrics.staleness(fresh, claim.version),
+            **metrics.contents(fresh),
+        )
+    return True
