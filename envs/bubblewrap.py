@@ -20,11 +20,18 @@ from pathlib import Path
 from .errors import SandboxUnavailable
 
 _NOBODY = "65534"
+_SYSTEM_PYTHON = "/usr/bin/python3"
 _GUEST = Path(__file__).with_name("guest.py")
 _GUEST_INSIDE = "/run/guest.py"
+_PYTHON_INSIDE = "/run/python"
 _REQUIRED = ("--as-pid-1", "--disable-userns", "--size", "--remount-ro")
 _SYSTEM_FOLDERS = ("/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin")
-_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "LANG": "C.UTF-8"}
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "LD_LIBRARY_PATH": f"{_PYTHON_INSIDE}/lib",  # a Python that is not the system's may have its library there
+    "PYTHONHASHSEED": "0",  # two runs of the same code agree on the order of a set
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
 
 
 def launch(limits: Mapping[str, int]) -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -73,9 +80,8 @@ def _mounts(disk: int, guest: int) -> list[str]:
             mounts += ["--ro-bind", str(folder), str(folder)]
     for file in ("/etc/alternatives", "/etc/ld.so.cache"):
         mounts += ["--ro-bind-try", file, file]
-    prefix = _python_outside_usr()
-    if prefix:
-        mounts += ["--ro-bind", prefix, prefix]
+    if prefix := _python_outside_usr():
+        mounts += ["--ro-bind", prefix, _PYTHON_INSIDE]
     mounts += ["--ro-bind-data", str(guest), _GUEST_INSIDE, "--proc", "/proc", "--dev", "/dev"]
     for scratch in ("/workspace", "/tmp", "/dev/shm"):
         mounts += ["--size", str(disk), "--tmpfs", scratch]
@@ -85,14 +91,14 @@ def _mounts(disk: int, guest: int) -> list[str]:
 
 def _python() -> list[str]:
     """The system's Python, else the running one. No site: what is importable must not depend on the host."""
-    prefix = sys.base_prefix
+    prefix = _PYTHON_INSIDE if _python_outside_usr() else sys.base_prefix
     running = f"{prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
-    return ["/usr/bin/python3" if _system_python() else running, "-s", "-S"]
+    return [_SYSTEM_PYTHON if Path(_SYSTEM_PYTHON).exists() else running, "-s", "-S"]
 
 
 def _python_outside_usr() -> str | None:
     prefix = Path(sys.base_prefix).resolve()
-    if _system_python() or prefix.is_relative_to("/usr"):
+    if Path(_SYSTEM_PYTHON).exists() or prefix.is_relative_to("/usr"):
         return None
     if os.geteuid() == 0:
         closed = [p for p in (prefix, *prefix.parents) if not p.stat().st_mode & stat.S_IXOTH]
@@ -102,10 +108,6 @@ def _python_outside_usr() -> str | None:
                 "Install the system's Python (apt install python3) or one outside that folder."
             )
     return str(prefix)
-
-
-def _system_python() -> bool:
-    return Path("/usr/bin/python3").exists()
 
 
 def _program(name: str, package: str) -> str:

@@ -15,6 +15,7 @@ with process 1 the kernel ends all others.
 # ruff: noqa: PTH101, PTH103, PTH106, PTH108, PTH110, PTH118, PTH120, PTH123, PTH208, SIM105
 
 import ctypes
+import errno
 import gc
 import json
 import os
@@ -31,7 +32,8 @@ WORKSPACE = "/workspace"
 SCRATCH = {WORKSPACE: 0o755, "/tmp": 0o1777, "/dev/shm": 0o1777}
 LENGTHS = struct.Struct(">II")
 TICK = 0.025  # seconds between two looks at memory: a fast writer fills some 50 MB meanwhile
-ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": WORKSPACE, "LANG": "C.UTF-8", "PWD": WORKSPACE}
+PATH = "/usr/local/bin:/usr/bin:/bin:" + os.path.dirname(sys.executable)
+ENVIRONMENT = {"PATH": PATH, "HOME": WORKSPACE, "LANG": "C.UTF-8", "PWD": WORKSPACE}
 PR_SET_DUMPABLE = 4
 LIBC = ctypes.CDLL(None)
 NULL = os.open("/dev/null", os.O_RDWR)
@@ -101,7 +103,7 @@ def supervise(pid, pipe, seconds, memory, sink):
         if now >= look:
             look = now + TICK
             reap(spare=pid)
-            if memory_used() > memory and memory_used(exact=True) > memory:
+            if too_much(memory):
                 reason = "oom"
                 break
         for fd, _ in poll.poll((min(deadline, look) - now) * 1000):
@@ -158,8 +160,13 @@ def reap(spare=None, wait=False):
         os.waitpid(ended.si_pid, 0)
 
 
+def too_much(memory):
+    """The quick sum counts shared pages once for each who shares them, so it is only a reason to look closer."""
+    return memory_used() > memory and memory_used(exact=True) > memory
+
+
 def memory_used(exact=False):
-    """Bytes held by all other processes; shared pages count once only when `exact`, which is slower."""
+    """Bytes held by all other processes."""
     total = 0
     for pid in os.listdir("/proc"):
         if pid.isdigit() and pid != "1":
@@ -292,21 +299,37 @@ def describe(error):
 
 
 def write(limits, request, body):
-    store(request["path"], body)
+    try:
+        store(request["path"], body)
+    except (OSError, ValueError) as error:
+        return refusal(error)
     return {}, b""
 
 
 def read(limits, request, body):
+    try:
+        return {}, load(request["path"], limits["file_size"])
+    except (OSError, ValueError) as error:
+        return refusal(error)
+
+
+def refusal(error):
+    """For the owner to raise; ValueError is a path with a NUL or a lone surrogate."""
+    code, message = (error.errno, error.strerror) if isinstance(error, OSError) else (errno.EINVAL, str(error))
+    return {"errno": code, "message": message}, b""
+
+
+def load(path, most):
     """A regular file of bounded size; anything else (a fifo would block us) is refused."""
-    fd = os.open(os.path.join(WORKSPACE, request["path"]), os.O_RDONLY | os.O_NONBLOCK)
+    fd = os.open(os.path.join(WORKSPACE, path), os.O_RDONLY | os.O_NONBLOCK)
     with open(fd, "rb") as file:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
-            raise OSError(22, "not a regular file")
-        content = file.read(limits["file_size"] + 1)
-    if len(content) > limits["file_size"]:
-        raise OSError(27, f"larger than {limits['file_size']} bytes")
-    return {}, content
+            raise OSError(errno.EINVAL, "not a regular file")
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"larger than {most} bytes")
+    return content
 
 
 def store(path, content):
@@ -353,6 +376,25 @@ def state():
 # The conversation.
 
 
+def watch_background(memory):
+    """Until the next request comes: what `run` left in the background may not outgrow its limit meanwhile."""
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
+    while has_children() and not poll.poll(TICK * 1000):
+        reap()
+        if too_much(memory):
+            kill_all_others()
+            reap(wait=True)
+
+
+def has_children():
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
 def receive():
     lengths = read_exactly(LENGTHS.size)
     header_size, body_size = LENGTHS.unpack(lengths)
@@ -388,15 +430,9 @@ def serve(limits):
     send({"pid": os.getpid(), "python": sys.version.split()[0]})
     requests = {"run": run, "python": python, "write": write, "read": read, "reset": reset}
     while True:
+        watch_background(limits["memory"])
         request, body = receive()
-        reap()
-        try:
-            answer, payload = requests[request["do"]](limits, request, body)
-        except OSError as error:
-            if request["do"] not in ("write", "read"):
-                raise  # we are broken: die, and let the owner say so
-            answer, payload = {"errno": error.errno, "message": error.strerror}, b""
-        send(answer, payload)
+        send(*requests[request["do"]](limits, request, body))  # an exception here means we are broken: die
 
 
 INITIAL = None

@@ -69,6 +69,8 @@ class Sandbox:
 
     def __init__(self, process: subprocess.Popen[bytes], streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]):
         self._process = process
+        assert process.stderr is not None
+        self._stderr, self._words = process.stderr, b""
         self._reader, self._writer = streams
         self._turn = asyncio.Lock()
         self._alive = True
@@ -104,12 +106,12 @@ class Sandbox:
 
         A process left in the background lives on, with its output cut off, until a deadline, `run_python` or `reset`.
         """
-        header, output = await self._request({"do": "run", "seconds": timeout}, command.encode(), timeout)
+        header, output = await self._request({"do": "run", "seconds": timeout}, _encode(command), timeout)
         return Result(header["exit"], output.decode(errors="replace"), header["truncated"], header["reason"])
 
     async def write(self, path: str, content: str | bytes) -> None:
         """Write a file, relative to the workspace; folders are made. OSError as `open` would raise it."""
-        await self._request({"do": "write", "path": path}, content.encode() if isinstance(content, str) else content)
+        await self._request({"do": "write", "path": path}, _encode(content) if isinstance(content, str) else content)
 
     async def read(self, path: str) -> bytes:
         """Read a regular file, relative to the workspace. OSError as `open` would raise it."""
@@ -154,6 +156,8 @@ class Sandbox:
         else:
             self._process.kill()
             await asyncio.to_thread(self._process.wait, _GRACE)
+        self._last_words()
+        self._stderr.close()
 
     def kill(self) -> None:
         """End it at once, without waiting."""
@@ -164,13 +168,14 @@ class Sandbox:
     async def _request(
         self, header: dict[str, Any], body: bytes = b"", seconds: float = 20.0
     ) -> tuple[dict[str, Any], bytes]:
+        encoded = json.dumps(header).encode()
+        frame = _LENGTHS.pack(len(encoded), len(body)) + encoded + body
         async with self._turn:
             if not self._alive:
                 raise SandboxGone("the sandbox is closed")
             try:
                 async with asyncio.timeout(seconds + _GRACE):
-                    encoded = json.dumps(header).encode()
-                    self._writer.write(_LENGTHS.pack(len(encoded), len(body)) + encoded + body)
+                    self._writer.write(frame)
                     await self._writer.drain()
                     answer, payload = await self._receive()
             except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
@@ -191,10 +196,16 @@ class Sandbox:
         return json.loads(data[:header_size]), data[header_size:]
 
     def _last_words(self) -> str:
-        """What the dead process wrote to stderr, without waiting for more."""
-        assert self._process.stderr is not None
-        os.set_blocking(self._process.stderr.fileno(), False)
-        return (self._process.stderr.read(1 << 16) or b"").decode(errors="replace").strip()[-2000:]
+        """What the process wrote to stderr so far."""
+        if not self._stderr.closed:
+            os.set_blocking(self._stderr.fileno(), False)
+            self._words += self._stderr.read(1 << 16) or b""
+        return self._words.decode(errors="replace").strip()[-2000:]
+
+
+def _encode(text: str) -> bytes:
+    """A model's JSON can hold half a surrogate pair; UTF-8 cannot."""
+    return text.encode(errors="replace")
 
 
 def _outcome(line: bytes) -> Outcome:

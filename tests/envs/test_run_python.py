@@ -33,6 +33,9 @@ def test_values_and_errors(run: Any, sandbox: Sandbox) -> None:
     assert errors(run(sandbox.run_python("def f(): return {1}", "f", [[]])))[0].startswith(
         "TypeError: Object of type set"
     )
+    assert errors(run(sandbox.run_python("s = '\ud800'", "f", [[]])))[0].startswith("UnicodeEncodeError")
+    with pytest.raises(TypeError):
+        run(sandbox.run_python(INC, "f", [[{1}]]))
     assert errors(run(sandbox.run_python("def f(): raise SystemExit(3)", "f", [[]]))) == ["SystemExit: 3"]
     assert errors(run(sandbox.run_python("def f(): return f()", "f", [[]])))[0].startswith("RecursionError")
 

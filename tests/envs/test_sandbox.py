@@ -36,6 +36,14 @@ def test_files(run: Any, sandbox: Sandbox) -> None:
         run(sandbox.write("folder", "x"))
     with pytest.raises(OSError, match="Read-only"):
         run(sandbox.write("/usr/lib/x", "x"))
+    for path in ("a\0b", "\ud800"):
+        with pytest.raises(OSError):
+            run(sandbox.read(path))
+        with pytest.raises(OSError):
+            run(sandbox.write(path, ""))
+    run(sandbox.write("half", "\ud800"))
+    assert run(sandbox.exec("cat half; echo '\ud800'")).output == "??\n"
+    assert "null byte" in run(sandbox.exec("echo \0")).output
 
 
 def test_the_deadline_kills_what_left_its_session(run: Any, sandbox: Sandbox, processes_with: Any) -> None:
@@ -98,6 +106,23 @@ def test_a_memory_hog_is_told_apart(run: Any) -> None:
             f"def f(x):\n    {hog.splitlines()[0]}\n    while True: x.append(' ' * 9999)", "f", [[1]]
         )
         assert outcomes == [Outcome(error="OutOfMemory: too much memory was used")]
+        await sandbox.close()
+
+    run(body())
+
+
+def test_memory_is_watched_between_calls_too(run: Any) -> None:
+    async def body() -> None:
+        sandbox = await Sandbox.open(Limits(memory=50 * 2**20))
+        hog = "x = []\nwhile True: x.append(bytearray(2**20))"
+        assert await sandbox.exec(f"(sleep 0.3; exec python3 -c '{hog}') &") == Result(0, "")
+        for _ in range(200):
+            await asyncio.sleep(0.05)
+            if not list(descendants(int(next(descendants(sandbox._process.pid))))):
+                break
+        else:
+            pytest.fail("the hog lives on")
+        assert await sandbox.exec("echo alive") == Result(0, "alive\n")
         await sandbox.close()
 
     run(body())
