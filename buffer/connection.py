@@ -16,7 +16,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, AuthorizationError
+from redis.exceptions import AuthenticationError, AuthorizationError, OutOfMemoryError
 from redis.retry import Retry
 
 from .errors import RedisUnavailable
@@ -128,13 +128,15 @@ class Connection:
 def _passing_reason(error: redis.RedisError) -> str | None:
     """Why waiting may help, as a phrase; None if it will not."""
     text = str(error)
-    if isinstance(error, redis.BusyLoadingError) or "LOADING" in text:
+    if isinstance(error, redis.BusyLoadingError):
         return "is loading its file"
     if isinstance(error, AuthenticationError | AuthorizationError):
         return None
     if isinstance(error, redis.ConnectionError | redis.TimeoutError):
         return "does not answer"
-    if "OOM command not allowed" in text:
+    if (
+        isinstance(error, OutOfMemoryError) or "OOM command not allowed" in text
+    ):  # the text: from a script, before Redis 7
         return "is full (maxmemory)"
     if "MISCONF" in text:
         return "cannot write its disk"

@@ -316,11 +316,9 @@ function transitions.heartbeat(leases)
   pass_when_full()
   local time, kept = now(), {}
   forgive_outage(time)
-  for _, lease in ipairs(cjson.decode(leases)) do
-    if held(lease[1], lease[2]) then
-      redis.call('ZADD', key.leased, time + lease_ms, lease[1])
-      kept[#kept + 1] = lease[1]
-    end
+  for i, lease in ipairs(cjson.decode(leases)) do
+    kept[i] = held(lease[1], lease[2]) and 1 or 0
+    if kept[i] == 1 then redis.call('ZADD', key.leased, time + lease_ms, lease[1]) end
   end
   return kept
 end

@@ -137,10 +137,8 @@ class ReplayBuffer:
         """Extend the leases; returns those still held, with their new deadline. Stop working on the others."""
         leases = list(leases)
         deadline = time.monotonic() + self._settings.lease_seconds
-        held = {
-            attempt.decode() for attempt in self._run("heartbeat", json.dumps([(x.attempt, x.token) for x in leases]))
-        }
-        return [replace(lease, deadline=deadline) for lease in leases if lease.attempt in held]
+        held = self._run("heartbeat", json.dumps([(lease.attempt, lease.token) for lease in leases]))
+        return [replace(lease, deadline=deadline) for lease, yes in zip(leases, held) if yes]
 
     def checkpoint(self, lease: Lease, trajectory: Trajectory) -> bool:
         """Keep what there is so far, for the next try should this one break off; False if the lease is lost."""

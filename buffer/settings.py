@@ -10,7 +10,7 @@ from .errors import InsecureRedis
 
 
 class BufferSettings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True)
 
     run: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
     """Name of the run; all its keys share the hash tag {run}, so several runs may share one Redis."""
