@@ -35,11 +35,11 @@ T = TypeVar("T")
 class Connection:
     """A thread-safe pool to one Redis. It waits for a Redis that is away; whoever starts Redis ends the wait."""
 
-    def __init__(self, settings: BufferSettings, on_restart: Callable[[], None] | None = None) -> None:
+    def __init__(self, settings: BufferSettings, on_restart: Callable[[], None] = lambda: None) -> None:
         self._patience = settings.patience_seconds
         self._where = _without_password(settings.url)
         self._on_restart = on_restart
-        self._run_id: bytes | None = None
+        self.run_id = ""  # of the Redis behind; unknown before the first call
         self._restarted = False
         self._repair_lock = threading.RLock()
         self._client: redis.Redis = redis.Redis.from_url(
@@ -77,11 +77,11 @@ class Connection:
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def script(self, source: str) -> Callable[..., Any]:
-        """A Lua script; call it with (what, keys, args)."""
+        """A Lua script; call it with (what, keys, args). Each try makes its arguments anew: run_id may have changed."""
         script = self._client.register_script(source)
 
-        def run(what: str, keys: list[str], args: list[Any]) -> Any:
-            return self.call(what, lambda _: script(keys=keys, args=args))
+        def run(what: str, keys: list[str], args: Callable[[], list[Any]]) -> Any:
+            return self.call(what, lambda _: script(keys=keys, args=args()))
 
         return run
 
@@ -105,19 +105,17 @@ class Connection:
         """Runs on every new connection, before its first command. A restart closed all the old ones."""
         connection.on_connect()
         connection.send_command("INFO", "server")
-        run_id = next(line for line in connection.read_response().splitlines() if line.startswith(b"run_id:"))
-        before, self._run_id = self._run_id, run_id
-        if self._on_restart is not None and before not in (None, run_id):
+        lines = connection.read_response().decode().splitlines()
+        before, self.run_id = self.run_id, next(x.removeprefix("run_id:") for x in lines if x.startswith("run_id:"))
+        if before not in ("", self.run_id):
             self._restarted = True
             raise redis.ConnectionError("restarted")
 
     def _repair(self) -> None:
-        if not self._restarted or self._on_restart is None:
-            return
-        with self._repair_lock:  # reentrant: on_restart calls Redis through this very connection
+        with self._repair_lock:  # other threads wait here; reentrant, as on_restart calls Redis through this object
             if self._restarted:
                 self._restarted = False
-                log.warning("Redis at %s was restarted; reconciling", self._where)
+                log.warning("Redis at %s was restarted", self._where)
                 try:
                     self._on_restart()
                 except BaseException:
@@ -134,9 +132,7 @@ def _passing_reason(error: redis.RedisError) -> str | None:
         return None
     if isinstance(error, redis.ConnectionError | redis.TimeoutError):
         return "does not answer"
-    if (
-        isinstance(error, OutOfMemoryError) or "OOM command not allowed" in text
-    ):  # the text: from a script, before Redis 7
+    if isinstance(error, OutOfMemoryError) or "OOM command" in text:  # the text: out of a script, before Redis 7
         return "is full (maxmemory)"
     if "MISCONF" in text:
         return "cannot write its disk"

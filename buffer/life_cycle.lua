@@ -8,16 +8,17 @@
 -- `transitions` holds one function per arrow and per question; the rules they share stand before them. Redis runs the
 -- script atomically, and every transition may be repeated. An attempt "17/2" is member 2 of group "17", the 17th task.
 --
--- KEYS[1] = "{run}:"    ARGV = transition, eta, batch size, lease in ms, most tries, then the transition's own arguments
+-- KEYS[1] = "{run}:"    ARGV = transition, eta, batch size, lease in ms, most tries, Redis' run id ('' if the caller does
+-- not know it yet), then the transition's own arguments
 
 local eta, batch_size = tonumber(ARGV[2]), tonumber(ARGV[3])
-local lease_ms, most_tries = tonumber(ARGV[4]), tonumber(ARGV[5])
+local lease_ms, most_tries, server = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6]
 local run = KEYS[1]
 
 -- Key names: here and nowhere else. The names of payloads and partials come from the caller and are kept in the attempt.
 
 local key = {
-  control = run .. 'control',     -- HASH    version, issued, next_index, committed, late, alive
+  control = run .. 'control',     -- HASH    version, issued, next_index, committed, late, server
   ledger = run .. 'ledger',       -- HASH    <state or outcome>|<source> -> count
   queued = run .. 'queued',       -- ZSET    attempt -> index of its group
   leased = run .. 'leased',       -- ZSET    attempt -> deadline in ms
@@ -49,12 +50,13 @@ local function raise_to(field, value)
   if value > control(field) then redis.call('HSET', key.control, field, value) end
 end
 
--- Older versions first, and within a version older tasks first.
+-- Older versions first, and within a version older tasks first; exact up to version 2^21 and task 2^32.
 local function score(version, group) return version * 4294967296 + tonumber(group) end
 
 local function room() return (eta + 1) * batch_size - redis.call('SCARD', key.active) end
 
-local function ring() redis.call('XADD', key.bell, 'MAXLEN', 1, '*', 'look', 'again') end
+local rung = false -- by this call; once is enough
+local function ring() rung = true end
 
 -- A full Redis refuses a script at its first command that needs memory, unless the script has already written. What
 -- the learner and the heartbeats do must go on, or nothing would ever free memory again.
@@ -174,11 +176,11 @@ end
 
 -- Leases
 
--- While Redis or the whole run was away nobody could send a heartbeat: no reason to take the work from its workers.
+-- While Redis was away nobody could send a heartbeat: no reason to take the work from its workers. Once a restart, so
+-- that the leases of workers that died in it do end.
 local function forgive_outage(time)
-  local alive = control('alive')
-  redis.call('HSET', key.control, 'alive', time)
-  if alive == 0 or time - alive < lease_ms / 2 then return end
+  if redis.call('HGET', key.control, 'server') == server then return end
+  redis.call('HSET', key.control, 'server', server)
   for _, id in ipairs(redis.call('ZRANGE', key.leased, 0, -1)) do
     redis.call('ZADD', key.leased, 'GT', time + math.floor(lease_ms / 2), id)
   end
@@ -292,8 +294,10 @@ function transitions.lease(worker, wanted, token)
   local answered = redis.call('GET', answer_key(token))
   if answered then return answered end
   local time, leases = now(), {}
-  forgive_outage(time)
-  take_back_expired(time)
+  if server ~= '' then
+    forgive_outage(time)
+    take_back_expired(time)
+  end
   for _, id in ipairs(redis.call('ZRANGE', key.queued, 0, wanted - 1)) do
     local attempt = load(id)
     if attempt.partial_oldest and attempt.partial_oldest < control('version') - eta then
@@ -315,7 +319,6 @@ end
 function transitions.heartbeat(leases)
   pass_when_full()
   local time, kept = now(), {}
-  forgive_outage(time)
   for i, lease in ipairs(cjson.decode(leases)) do
     kept[i] = held(lease[1], lease[2]) and 1 or 0
     if kept[i] == 1 then redis.call('ZADD', key.leased, time + lease_ms, lease[1]) end
@@ -520,8 +523,9 @@ end
 
 function transitions.bell() return key.bell end
 
-local answer = transitions[ARGV[1]](unpack(ARGV, 6))
+local answer = transitions[ARGV[1]](unpack(ARGV, 7))
 for field, by in pairs(tally) do
   if by ~= 0 then redis.call('HINCRBY', key.ledger, field, by) end
 end
+if rung then redis.call('XADD', key.bell, 'MAXLEN', 1, '*', 'look', 'again') end
 return answer

@@ -80,13 +80,12 @@ class ReplayBuffer:
     `reconcile` there, because a Redis that lost power has forgotten its last second.
     """
 
-    def __init__(self, settings: BufferSettings, on_restart: Callable[[], None] | None = None) -> None:
+    def __init__(self, settings: BufferSettings, on_restart: Callable[[], None] = lambda: None) -> None:
         self._settings = settings
         self._connection = Connection(settings, on_restart)
         self._script = self._connection.script(files(__package__).joinpath("life_cycle.lua").read_text())
         self._prefix = f"{{{settings.run}}}:"
-        rules = (settings.eta, settings.batch_size, int(settings.lease_seconds * 1000), settings.max_tries)
-        self._rules = list(rules)
+        self._rules = (settings.eta, settings.batch_size, int(settings.lease_seconds * 1000), settings.max_tries)
         self._heard = "0-0"
 
     # Admission
@@ -267,7 +266,8 @@ class ReplayBuffer:
         self._connection.close()
 
     def _run(self, transition: str, *args: Any) -> Any:
-        return self._script(transition, keys=[self._prefix], args=[transition, *self._rules, *args])
+        connection = self._connection
+        return self._script(transition, [self._prefix], lambda: [transition, *self._rules, connection.run_id, *args])
 
     def _blob_name(self, kind: str, lease: Lease) -> str:
         return f"{self._prefix}{kind}:{lease.attempt}:{lease.token}"

@@ -90,13 +90,9 @@ class Trace:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Trace):
             return NotImplemented
+        ours, theirs = ((t.rewards, t.turns, t.parent, t.kind) for t in (self, other))
         columns = ("tokens", "sampled", "logprobs", "versions")
-        return (self.rewards, self.turns, self.parent, self.kind) == (
-            other.rewards,
-            other.turns,
-            other.parent,
-            other.kind,
-        ) and all(np.array_equal(getattr(self, name), getattr(other, name)) for name in columns)
+        return ours == theirs and all(np.array_equal(getattr(self, c), getattr(other, c)) for c in columns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,8 +86,8 @@ def make_settings(redis_url: str, run_name: str) -> Callable[..., BufferSettings
 def make_buffer(make_settings: Callable[..., BufferSettings]) -> Iterator[Callable[..., ReplayBuffer]]:
     opened = []
 
-    def make(on_restart: Callable[[], None] | None = None, **changes: object) -> ReplayBuffer:
-        opened.append(ReplayBuffer(make_settings(**changes), on_restart))
+    def make(**changes: object) -> ReplayBuffer:
+        opened.append(ReplayBuffer(make_settings(**changes)))
         return opened[-1]
 
     yield make

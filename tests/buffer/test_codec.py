@@ -230,7 +230,7 @@ def test_archive(tmp_path: Path) -> None:
 def test_a_trajectory_that_contradicts_itself_cannot_be_made() -> None:
     good: dict[str, Any] = {"tokens": [1, 2], "sampled": [False, True], "logprobs": [0, -1], "versions": [-1, 3]}
     Trace(**good)
-    for bad in (
+    contradictions: list[dict[str, Any]] = [
         {"tokens": [1]},
         {"tokens": [1, -2]},
         {"tokens": [], "sampled": [], "logprobs": [], "versions": []},
@@ -242,6 +242,7 @@ def test_a_trajectory_that_contradicts_itself_cannot_be_made() -> None:
         {"rewards": [(1, float("inf"))]},
         {"turns": [Turn(0, 3, "user")]},
         {"turns": [Turn(0, 2, "user"), Turn(1, 2, "user")]},
-    ):
+    ]
+    for bad in contradictions:
         with pytest.raises(InvalidTrajectory):
             Trace(**(good | bad))

@@ -48,6 +48,22 @@ def test_a_restart_is_survived_with_leases_and_payloads(
     assert buffer.get(["0/0", "1/0"]) == [bring(first), bring(second)]
 
 
+def test_leases_outlive_an_outage_but_not_their_dead_workers(redis_server: "RedisServer", task: TaskOf) -> None:
+    rules = settings(redis_server, lease_seconds=2)
+    buffer = ReplayBuffer(rules)
+    buffer.put_tasks(task, 2)
+    alive, dead = buffer.lease("actor-0", 2)
+    redis_server.kill()
+    time.sleep(2.1)
+    redis_server.start()
+    other = ReplayBuffer(rules)
+    other.version()
+    assert other.lease("actor-1", 2) == []
+    assert [lease.attempt for lease in buffer.heartbeat([alive])] == [alive.attempt]
+    time.sleep(1.2)
+    assert [lease.attempt for lease in other.lease("actor-1", 2)] == [dead.attempt]
+
+
 def test_the_learner_reconciles_before_anything_else_reaches_a_restarted_redis(
     redis_server: "RedisServer", task: TaskOf, bring: Bring
 ) -> None:

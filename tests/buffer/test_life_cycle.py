@@ -165,24 +165,15 @@ def test_complete_again_is_a_duplicate_and_its_payload_stays(
 
 
 def test_heartbeat_extends_a_lease(make_buffer: MakeBuffer, task: TaskOf) -> None:
-    buffer = make_buffer(lease_seconds=0.6)
+    buffer = make_buffer(lease_seconds=1.5)
     buffer.put_tasks(task, 2)
     kept, lost = buffer.lease("actor-0", 2)
-    for _ in range(5):
-        time.sleep(0.2)
+    for _ in range(4):
+        time.sleep(0.4)
         (beat,) = buffer.heartbeat([kept])
         assert beat.deadline > kept.deadline
     assert [lease.attempt for lease in buffer.lease("actor-1", 2)] == [lost.attempt]
     assert buffer.heartbeat([lost]) == []
-
-
-def test_leases_outlive_an_outage_of_everything(make_buffer: MakeBuffer, task: TaskOf) -> None:
-    buffer = make_buffer(lease_seconds=0.4)
-    buffer.put_tasks(task, 1)
-    (lease,) = buffer.lease("actor-0", 1)
-    time.sleep(0.6)  # nobody could reach Redis for longer than a lease
-    assert buffer.lease("actor-1", 1) == []
-    assert [x.attempt for x in buffer.heartbeat([lease])] == [lease.attempt]
 
 
 def test_the_next_try_resumes_from_the_last_checkpoint(
