@@ -1,12 +1,39 @@
 """The learner: models, objectives, training and publishing on Megatron-core.
 
-Importing this package makes Megatron importable without CUDA (see megatron_cpu), so it comes before `megatron.core`.
+Importing this package makes Megatron importable on a machine without CUDA (megatron_cpu). The names below are its
+public face; each is imported when first used, because Megatron takes seconds to load.
 """
 
-import warnings
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from .megatron_cpu import install
 
-if install():
-    # What Megatron says on a machine without CUDA about packages that only help with it.
-    warnings.filterwarnings("ignore", message=".*(absl.logging|Apex|Transformer Engine|CUDA).*", module="megatron")
+if TYPE_CHECKING:
+    from .advantages import gae
+    from .model import Critic, Policy
+    from .objectives import dis, ppo
+    from .run import LearnerConfig
+    from .settings import LearnerSettings
+    from .trainer import Trainer
+
+__all__ = ["Critic", "LearnerConfig", "LearnerSettings", "Policy", "Trainer", "dis", "gae", "ppo"]
+
+_HOMES = {
+    "Critic": "model",
+    "LearnerConfig": "run",
+    "LearnerSettings": "settings",
+    "Policy": "model",
+    "Trainer": "trainer",
+    "dis": "objectives",
+    "gae": "advantages",
+    "ppo": "objectives",
+}
+
+install()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

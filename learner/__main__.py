@@ -19,10 +19,9 @@ def main() -> int:
         return 2
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("megatron").setLevel(logging.ERROR)  # advice to Megatron's own developers
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor", module="megatron")
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    from . import ranks
+    from . import ranks  # Megatron warns while it is imported
     from .run import LearnerConfig
     from .trainer import Trainer
 

@@ -1,11 +1,10 @@
-"""A small model directory, synthetic episodes, and ranks of a learner that stay up for all tests of a session."""
+"""A small model directory, synthetic episodes, and this process as a learner of one rank."""
 
-import os
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-from collections.abc import Callable
+import sys
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,3 +58,28 @@ def make_episode(
         "sampling": {"temperature": 1.0},
     }  # fmt: skip
     return Trajectory(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="session")
+def alone() -> Iterator[None]:
+    """This process as the only rank of a learner."""
+    import torch
+
+    from argosy.learner import ranks
+    from argosy.learner.settings import ParallelSettings
+
+    torch.set_num_threads(1)
+    ranks.start(ParallelSettings(), seed=0)
+    yield
+    ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def reference() -> Callable[[Path], Any]:
+    """Loads a directory as transformers does: reference(path) -> float32 model."""
+    # PyPI's torchvision is built for CUDA; beside a CPU torch its fake operators fail to register.
+    sys.modules.setdefault("torchvision._meta_registrations", types.ModuleType("torchvision._meta_registrations"))
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return lambda path: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
