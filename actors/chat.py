@@ -28,7 +28,7 @@ _MARK = "\ue000{}\ue001"  # stands in for a content: private-use characters that
 
 @dataclass(frozen=True)
 class Rendered:
-    """Ids and, for each message in them, the span [start, end) of its content's tokens."""
+    """Ids and, for each message in them, the span [start, end) of the tokens that begin in its content."""
 
     ids: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]

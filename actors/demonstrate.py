@@ -9,12 +9,13 @@ import asyncio
 import inspect
 import random
 from pathlib import Path
+from typing import Any
 
 from ..buffer import Task, Trajectory, write_archive
-from ..envs import close_shared_pools, make_env
+from ..envs import ToolEnv, close_shared_pools, make_env
 from .chat import Chat
 from .engine import Generation
-from .episode import Unleased, run_episode, to_trajectory
+from .episode import Policy, Unleased, run_episode, to_trajectory
 from .settings import ActorConfig, Mixture
 from .transcript import Transcript
 
@@ -30,18 +31,9 @@ async def demonstrate(config: ActorConfig, episodes: int) -> list[Trajectory]:
         async with places:
             env = make_env(source.env, **source.kwargs)
             transcript = Transcript(chat, env.tool_schemas())
-            say = None
-
-            async def expert(transcript: Transcript, seconds: float) -> Generation:
-                nonlocal say
-                if say is None:
-                    say = await env.expert(random.Random(task.id))
-                text = say(list(transcript.messages))
-                ids = [*chat.encode(await text if inspect.isawaitable(text) else text), chat.stop_id]
-                return Generation(ids, [0.0] * len(ids), [0] * len(ids), "stop")
-
+            policy = _expert_policy(env, chat, random.Random(task.id))
             try:
-                outcome = await run_episode(env, task.seed, expert, transcript, config.actor)
+                outcome = await run_episode(env, task.seed, policy, transcript, config.actor)
             finally:
                 await env.stop()
             lease = Unleased(f"demonstration/{task.id}", task)
@@ -53,6 +45,24 @@ async def demonstrate(config: ActorConfig, episodes: int) -> list[Trajectory]:
     finally:
         await close_shared_pools()
     return [task.result() for task in tasks]
+
+
+def _expert_policy(env: ToolEnv, chat: Chat, rng: random.Random) -> Policy:
+    """The environment's expert as a policy; it is asked for once the episode has begun, and so knows its task."""
+    say = None
+
+    async def answer(transcript: Transcript, seconds: float) -> Generation:
+        nonlocal say
+        if say is None:
+            say = await _resolve(env.expert(rng))
+        ids = [*chat.encode(await _resolve(say(list(transcript.messages)))), chat.stop_id]
+        return Generation(ids, [0.0] * len(ids), [0] * len(ids), "stop")
+
+    return answer
+
+
+async def _resolve(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
 
 
 async def main(config: ActorConfig, episodes: int, out: Path) -> None:

@@ -238,9 +238,11 @@ class Worker:
             slots = list(self._episodes.items())
             if not slots:
                 continue
-            held = {lease.token for lease in await self._redis(self._buffer.heartbeat, [s.lease for _, s in slots])}
+            leases = await self._redis(self._buffer.heartbeat, [slot.lease for _, slot in slots])
+            held = {(lease.attempt, lease.token) for lease in leases}
             for episode, slot in slots:
-                if slot.lease.token not in held and not slot.finished and not episode.done():
+                is_held = (slot.lease.attempt, slot.lease.token) in held
+                if not (is_held or slot.finished or episode.done()):
                     slot.lost = True
                     episode.cancel()
 

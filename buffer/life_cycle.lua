@@ -95,6 +95,16 @@ local function enter(attempt, state, rank)
   attempt.state = state
 end
 
+-- A learner may have claimed or even trained it before a restart in which Redis forgot that it had been created.
+local function create(id, source, group)
+  count('created', source, 1)
+  if redis.call('HEXISTS', history_key(id), id) == 1 then return count('trained', source, 1) end
+  redis.call('HSET', attempt_key(id), 'source', source, 'tries', 0)
+  local step = redis.call('HGET', key.unborn, id)
+  redis.call('HDEL', key.unborn, id)
+  enter({ id = id, source = source }, step and 'claimed' or 'queued', step or group)
+end
+
 local function leave(attempt)
   redis.call('ZREM', key[attempt.state], attempt.id)
   count(attempt.state, attempt.source, -1)
@@ -215,7 +225,7 @@ local function groups_of(ids)
   return groups
 end
 
--- A durable checkpoint holds its gradient. If Redis forgot that it created the attempt, it learns here what became of it.
+-- A durable checkpoint holds its gradient. If Redis forgot the attempt, create() will find here what became of it.
 local function train(id, story)
   redis.call('HDEL', key.unborn, id)
   local attempt = load(id)
@@ -266,19 +276,7 @@ function transitions.create(index, size, tasks)
     local source, task = tasks[i][1], tasks[i][2]
     redis.call('HSET', group_key(group), 'size', size, 'task', task)
     redis.call('SADD', key.active, group)
-    for member = 0, size - 1 do
-      local id = group .. '/' .. member
-      local attempt = { id = id, source = source }
-      local step = redis.call('HGET', key.unborn, id)
-      count('created', source, 1)
-      if redis.call('HEXISTS', history_key(id), id) == 1 then
-        count('trained', source, 1)
-      else
-        redis.call('HSET', attempt_key(id), 'source', source, 'tries', 0)
-        if step then enter(attempt, 'claimed', step) else enter(attempt, 'queued', group) end
-        redis.call('HDEL', key.unborn, id)
-      end
-    end
+    for member = 0, size - 1 do create(group .. '/' .. member, source, group) end
     forget_if_empty(group)
   end
   if wanted > 0 then

@@ -4,7 +4,7 @@ Invariants, kept by life_cycle.lua (one atomic, idempotent step per transition; 
 
 1. An attempt is in exactly one state, and created = trained + dropped + live at any moment.
 2. Only the holder of an attempt's lease token can write to it: a worker that lost its lease is answered "gone".
-3. Nothing older than eta policy versions is ever returned by `claim`; at most
+3. `claim` never returns what is older than eta policy versions; new work begins only while fewer than
    (eta + 1) * batch_size groups are in flight.
 4. The manifest of a learner step is made once and repeated to every rank and retry. It dies with `commit`, when a
    durable checkpoint holds its gradient; until then `rewind` can put it back. So each attempt is trained at most once.
@@ -12,9 +12,12 @@ Invariants, kept by life_cycle.lua (one atomic, idempotent step per transition; 
 
 Payloads never pass through Lua. A finished payload is first SET under a key that carries the lease token, expiring; the
 transition that counts it makes it permanent. A crash between the two leaves nothing behind.
+
+Redis must run with an append-only file and without eviction.
 """
 
 import json
+import logging
 import time
 import uuid
 from collections import Counter
@@ -23,11 +26,15 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any, Literal
 
+import redis
+
 from .codec import pack, unpack
 from .connection import Connection
-from .errors import PayloadLost, StepCommitted
+from .errors import CodecError, PayloadLost, StepCommitted
 from .settings import BufferSettings
 from .trajectory import Task, Trajectory
+
+log = logging.getLogger(__name__)
 
 READ_TOGETHER = 64  # payloads in one MGET
 UNCOUNTED_SECONDS = 3600  # a payload whose worker died between sending it and having it counted
@@ -193,7 +200,7 @@ class ReplayBuffer:
         missing = [attempt for attempt, blob in zip(ids, blobs) if blob is None]
         if missing:
             raise PayloadLost(f"no payload for {missing}: restart the learner, so that they are run again")
-        return [unpack(blob) for blob in blobs if blob is not None]
+        return [_unpack(attempt, blob) for attempt, blob in zip(ids, blobs) if blob is not None]
 
     def publish(self, version: int, trained_step: int) -> None:
         """`version` is the current policy now: steps up to `trained_step` make room, what became too old is dropped."""
@@ -210,6 +217,7 @@ class ReplayBuffer:
         `recently_trained` are the attempts that the checkpoint's last two intervals trained. Redis may have forgotten
         that they were claimed. Publish the checkpoint's weights under a `next_version` afterwards.
         """
+        self._drop_torn_transaction()
         self.commit(step)
         return self._run("rewind", step, json.dumps(recently_trained))
 
@@ -219,6 +227,7 @@ class ReplayBuffer:
         `manifests` are all steps claimed and not yet committed, the one being read included; `recently_trained` as in
         `rewind`. A claim that Redis knows and the learner does not is undone.
         """
+        self._drop_torn_transaction()
         self._run("reconcile", json.dumps(manifests), json.dumps(recently_trained), version)
 
     def next_version(self, at_least: int = 0) -> int:
@@ -265,6 +274,14 @@ class ReplayBuffer:
     def close(self) -> None:
         self._connection.close()
 
+    def _drop_torn_transaction(self) -> None:
+        """A power cut can tear a script's writes in the append-only file. Redis starts without them, and yet keeps what
+        is left of them in the file: a later restart would apply that part. Rewriting the file gets rid of it."""
+        try:
+            self._connection.call("rewrite", lambda r: r.bgrewriteaof())
+        except redis.ResponseError as error:  # it may be forbidden, or under way
+            log.warning("Redis does not rewrite its file (%s); after a power cut run redis-check-aof --fix", error)
+
     def _run(self, transition: str, *args: Any) -> Any:
         connection = self._connection
         return self._script(transition, [self._prefix], lambda: [transition, *self._rules, connection.run_id, *args])
@@ -285,6 +302,14 @@ def _check_belongs(trajectory: Trajectory, lease: Lease) -> None:
     ours = (lease.attempt, lease.group, lease.group_size, lease.group_index)
     if theirs != ours:
         raise ValueError(f"the trajectory says attempt, group, size, index = {theirs}, the lease says {ours}")
+
+
+def _unpack(attempt: str, blob: bytes) -> Trajectory:
+    try:
+        return unpack(blob)
+    except CodecError as error:
+        error.add_note(f"in the payload of attempt {attempt}")
+        raise
 
 
 def _or_empty(version: int | None) -> int | str:

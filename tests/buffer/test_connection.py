@@ -84,6 +84,26 @@ def test_the_learner_reconciles_before_anything_else_reaches_a_restarted_redis(
     assert buffer.state("0/0") == "claimed"
 
 
+def test_half_a_transition_never_comes_back(redis_server: "RedisServer", task: TaskOf) -> None:
+    """Redis forgets a transition that a power cut tore, and without a rewrite it applies half of it a restart later."""
+    buffer = ReplayBuffer(settings(redis_server, batch_size=8))
+    buffer.put_tasks(task, 8)
+    redis_server.kill()
+    redis_server.lose_tail(30)
+    redis_server.start(repair=False)
+    assert buffer.ledger().created == 0
+    buffer.rewind(0, [])
+    deadline = time.monotonic() + 20
+    while redis_server.client().info("persistence")["aof_rewrite_in_progress"]:
+        assert time.monotonic() < deadline, "the rewrite does not end"
+        time.sleep(0.01)
+    assert buffer.put_tasks(task, 3) == 3
+    redis_server.kill()
+    redis_server.start(repair=False)
+    ledger = buffer.ledger()
+    assert (ledger.created, ledger.live["queued"], ledger.balanced) == (3, 3, True)
+
+
 def test_a_full_redis_holds_workers_back_and_lets_the_learner_make_room(
     redis_server: "RedisServer", task: TaskOf, bring: Bring, caplog: pytest.LogCaptureFixture
 ) -> None:

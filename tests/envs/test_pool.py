@@ -61,6 +61,21 @@ def test_broken_ones_are_replaced(run: Any) -> None:
     run(body())
 
 
+def test_a_run_whose_sandbox_dies_is_tried_once_more(run: Any) -> None:
+    async def body() -> None:
+        pool = SandboxPool(size=1)
+        running = asyncio.create_task(pool.run_python("import time\ntime.sleep(0.5)\ndef f(): return 1", "f", [[]]))
+        async with asyncio.timeout(20):
+            while not pool._started:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        pool._started[0]._process.kill()
+        assert await running == [Outcome(1)]
+        await pool.close()
+
+    run(body())
+
+
 def test_one_that_dies_while_idle_is_not_handed_out(run: Any) -> None:
     async def body() -> None:
         pool = SandboxPool(size=1)

@@ -1,0 +1,154 @@
+"""The processes of a run: started, kept alive, ended.
+
+Invariant: no process outlives the supervisor. Each is the leader of its own session (so a Ctrl-C in the terminal
+reaches the supervisor alone, and the whole family can be ended at once) and asks the kernel for a signal when the
+supervisor dies, however it dies.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+DEATHS = 3  # of one process within DEATHS_WITHIN end the run
+DEATHS_WITHIN = 600.0
+BACKOFF = (1.0, 4.0)  # seconds before a process is started again after its first and second death
+LAST_LINES = 15
+
+
+class RunFailed(RuntimeError):
+    """The run cannot go on; the message says who ended, and why."""
+
+
+@dataclass
+class Process:
+    """One process of the run, by name; `keep` starts it again when it dies."""
+
+    name: str
+    command: Sequence[str]
+    log: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+    orphaned: signal.Signals = signal.SIGKILL
+    """What the kernel sends it when the supervisor is gone."""
+    on_death: Callable[[str, str], None] = lambda name, reason: None
+    _child: asyncio.subprocess.Process | None = None
+    _stopping: bool = False
+    _log_begin: int = 0
+
+    @property
+    def pid(self) -> int | None:
+        return self._child.pid if self._child and self._child.returncode is None else None
+
+    async def keep(self) -> None:
+        """Runs it until it ends with 0 or is stopped; `RunFailed` when it keeps dying."""
+        deaths: list[float] = []
+        while not self._stopping:
+            code = await self.run()
+            if code == 0 or self._stopping:
+                return
+            deaths = [died for died in deaths if time.monotonic() - died < DEATHS_WITHIN] + [time.monotonic()]
+            if len(deaths) >= DEATHS:
+                raise RunFailed(
+                    f"{self.name} ended {DEATHS} times within {DEATHS_WITHIN / 60:.0f} minutes, at last with "
+                    f"{_meaning(code)}. {self.log} ends with:\n{self.last_lines()}"
+                )
+            self.on_death(self.name, _meaning(code))
+            await asyncio.sleep(BACKOFF[len(deaths) - 1])
+
+    async def run(self) -> int:
+        """Runs it once and returns its exit code, -N for signal N. Cancelled, it kills it."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        supervisor = os.getpid()
+        with self.log.open("ab") as output:
+            self._log_begin = output.tell()
+            self._child = await asyncio.create_subprocess_exec(
+                *self.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self.env},
+                start_new_session=True,
+                preexec_fn=lambda: _follow_into_death(supervisor, self.orphaned),
+            )
+        try:
+            return await self._child.wait()
+        except asyncio.CancelledError:
+            self.kill()
+            await self._child.wait()
+            raise
+
+    async def check(self) -> None:
+        """Runs it once; `RunFailed` with its last lines when it does not end with 0."""
+        code = await self.run()
+        if code != 0 and not self._stopping:
+            raise RunFailed(f"{self.name} ended with {_meaning(code)}. {self.log} ends with:\n{self.last_lines()}")
+
+    async def stop(self, seconds: float) -> None:
+        """Asks it to end (SIGTERM), and kills its whole family when it has not after so many seconds."""
+        self._stopping = True
+        if self._child is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self._child.terminate()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._child.wait(), seconds)
+        self.kill()
+        await self._child.wait()
+
+    def kill(self) -> None:
+        """Ends its whole session at once."""
+        self._stopping = True
+        if self._child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._child.pid, signal.SIGKILL)
+
+    def last_lines(self) -> str:
+        with self.log.open("rb") as file:
+            file.seek(self._log_begin)
+            return b"\n".join(file.read().splitlines()[-LAST_LINES:]).decode(errors="replace")
+
+
+def python(name: str, *arguments: str, log: Path, **options: object) -> Process:
+    """A process that runs a module of Argosy with this interpreter."""
+    return Process(name, [sys.executable, "-m", *arguments], log, **options)  # type: ignore[arg-type]
+
+
+def redis_server(folder: Path, socket: Path, log: Path) -> Process:
+    """A Redis of the run's own: on a unix socket, with an append-only file, refusing writes when memory is full.
+
+    Orphaned, it gets a SIGTERM: it then writes what it has to disk and removes its socket.
+    """
+    server = shutil.which("redis-server") or shutil.which("redis-server", path=str(Path(sys.executable).parent))
+    if server is None:
+        raise RunFailed("redis-server is not installed: run `make install`, or give buffer.url of a Redis you have")
+    folder.mkdir(parents=True, exist_ok=True)
+    options = {
+        "port": "0",
+        "unixsocket": str(socket),
+        "unixsocketperm": "700",
+        "dir": str(folder),
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "save": "",
+        "maxmemory-policy": "noeviction",
+    }
+    command = [server, *(part for key, value in options.items() for part in (f"--{key}", value))]
+    return Process("redis", command, log, orphaned=signal.SIGTERM)
+
+
+def _follow_into_death(parent: int, with_signal: signal.Signals) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, with_signal)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(1)
+
+
+def _meaning(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,72 @@
+"""Small environments that the tests play in; worker processes import them by path, as a user's would be."""
+
+import asyncio
+import random
+
+from argosy.envs import Grade, InfrastructureError, ToolEnv, tool
+
+
+class Guess(ToolEnv):
+    """Find a number below ten."""
+
+    system = "Guess the number."
+    max_turns = 4
+
+    def __init__(self, pause: float = 0.0) -> None:
+        self.pause = pause
+
+    def setup(self, seed, options):
+        self.number, self.found = random.Random(seed).randrange(10), False
+        return "It is below 10."
+
+    @tool
+    async def guess(self, number: int) -> str:
+        """Guess the number."""
+        await asyncio.sleep(self.pause)
+        self.found = number == self.number
+        if self.found:
+            self.finish()
+        return "found" if self.found else "higher" if number < self.number else "lower"
+
+    async def reply(self, content):
+        await asyncio.sleep(self.pause)
+        return "Call guess."
+
+    def grade(self):
+        return Grade(float(self.found), {"found": float(self.found)})
+
+    async def expert(self, rng):
+        low, high = 0, 9
+
+        def say(messages):
+            nonlocal low, high
+            answer = messages[-1]["content"]
+            if answer == "higher":
+                low = self.last + 1
+            elif answer == "lower":
+                high = self.last - 1
+            self.last = (low + high) // 2
+            return f'<tool_call>\n{{"name": "guess", "arguments": {{"number": {self.last}}}}}\n</tool_call>'
+
+        return say
+
+
+class Broken(Guess):
+    """Has a bug, or loses its sandbox."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def reply(self, content):
+        raise InfrastructureError("the sandbox is gone") if self.kind == "infrastructure" else KeyError("a bug")
+
+    async def act(self, calls, content="", error=None):
+        return await super().act(None, content)
+
+
+class Hanging(Guess):
+    """Never answers a turn."""
+
+    async def act(self, calls, content="", error=None):
+        await asyncio.sleep(3600)

@@ -1,0 +1,151 @@
+"""One small model and one real SGLang server for all tests of the actors."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from argosy.actors.settings import ActorConfig
+from argosy.buffer import BufferSettings, WeightLedger
+from argosy.learner.scratch import make_model
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # for `arena`
+
+CORPUS = [
+    '<|im_start|>system\nGuess the number.<|im_end|>\n<|im_start|>user\nIt is below 10.<|im_end|>\n',
+    '<tool_call>\n{"name": "guess", "arguments": {"number": 5}}\n</tool_call><|im_end|>\n',
+    "<|im_start|>tool\n<tool_response>\nhigher\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+] * 20
+
+
+START_SECONDS = 200  # SGLang takes 15 to 30 s, and far longer on a machine that is busy with other things
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whichever test comes first waits for the engine, within its own time."""
+    for item in items:
+        if HERE in item.path.parents:
+            marker = item.get_closest_marker("timeout")
+            item.add_marker(pytest.mark.timeout((marker.args[0] if marker else 60) + START_SECONDS), append=False)
+
+
+class Process:
+    """`python -m argosy.actors ROLE CONFIG.json`, with its output in a file."""
+
+    def __init__(self, role: str, config: ActorConfig, *options: str) -> None:
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        file = config.run_dir / f"{config.name}.json"
+        file.write_text(config.model_dump_json())
+        self.output = config.run_dir / f"{config.name}.out"
+        command = [sys.executable, "-m", "argosy.actors", role, str(file), *options]
+        with self.output.open("ab") as out:
+            self.popen = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": str(HERE)}
+            )
+
+    def __str__(self) -> str:
+        return self.output.read_text()
+
+    def wait(self, seconds: float) -> int:
+        try:
+            return self.popen.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"{self.popen.args} still runs after {seconds} s:\n{self}")
+
+    def end(self) -> None:
+        if self.popen.poll() is None:
+            self.popen.terminate()
+            try:
+                self.popen.wait(15)
+            except subprocess.TimeoutExpired:
+                self.popen.kill()
+                self.popen.wait()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Process]]:
+    """Starts processes that do not outlive the test."""
+    processes: list[Process] = []
+
+    def begin(role: str, config: ActorConfig, *options: str) -> Process:
+        processes.append(Process(role, config, *options))
+        return processes[-1]
+
+    yield begin
+    for process in processes:
+        process.end()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), CORPUS, vocab=300, hidden=64, initializer_range=0.2)
+
+
+@pytest.fixture(scope="session")
+def engine_config(redis_url: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> ActorConfig:
+    return ActorConfig(
+        run_dir=tmp_path_factory.mktemp("engine"),
+        model=model,
+        buffer=BufferSettings(run=f"engine-{os.getpid()}", url=redis_url, batch_size=4),
+        engine={"start_seconds": START_SECONDS},
+        name="engine-0",
+    )
+
+
+@pytest.fixture(scope="session")
+def engine(engine_config: ActorConfig) -> Iterator[Process]:
+    """The engine server's process; it serves the run that `engine_config` names."""
+    process = Process("engine", engine_config)
+    try:
+        wait_for_engine(engine_config, process)
+        yield process
+    finally:
+        process.end()
+
+
+@pytest.fixture
+def config(engine: Process, engine_config: ActorConfig, run_name: str, redis_url: str, tmp_path: Path) -> ActorConfig:
+    """A run of the test's own, which the session's engine serves as well."""
+    record = WeightLedger(engine_config.buffer).engines()[engine_config.name]
+    buffer = BufferSettings(run=run_name, url=redis_url, batch_size=8, lease_seconds=3)
+    WeightLedger(buffer).register_engine("shared", record.url, ttl=1000, version=record.version)
+    return ActorConfig(
+        run_dir=tmp_path,
+        model=engine_config.model,
+        buffer=buffer,
+        actor={"concurrency": 4, "max_new_tokens": 16, "context_tokens": 512},
+        sources=[{"name": "guess", "env": "arena:Guess"}],
+    )
+
+
+def wait_for_engine(config: ActorConfig, process: Process, seconds: float = START_SECONDS) -> None:
+    ledger = WeightLedger(config.buffer)
+    wait_until(lambda: process.popen.poll() is not None or config.name in ledger.engines(), seconds, str(process))
+    assert process.popen.poll() is None, f"the engine ended:\n{process}"
+
+
+def wait_until(condition: Callable[[], object], seconds: float, what: object = "") -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not so after {seconds} s: {what}"
+        time.sleep(0.05)
+
+
+def processes_of(session: int) -> list[str]:
+    """Command names of the living processes of a session; zombies that nobody reaps do not count."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = stat.read_text()
+        except OSError:
+            continue
+        name, _, rest = text.partition("(")[2].rpartition(")")
+        state, _, _, sid = rest.split()[:4]
+        if int(sid) == session and state != "Z":
+            found.append(name)
+    return found

@@ -1,0 +1,208 @@
+"""Whole episodes on the real engine, and what happens to them when something dies."""
+
+import asyncio
+import itertools
+import json
+import signal
+import subprocess
+import time
+
+import pytest
+import redis
+from conftest import wait_until
+
+from argosy.actors.errors import TooManyFailures
+from argosy.actors.settings import ActorConfig, TaskSource
+from argosy.actors.worker import Worker
+from argosy.buffer import Ledger, ReplayBuffer, Trajectory, WeightLedger
+
+
+def run_worker(config: ActorConfig, seconds: float) -> Worker:
+    async def run() -> Worker:
+        worker = Worker(config)
+        asyncio.get_running_loop().call_later(seconds, worker.stop)
+        await worker.run()
+        return worker
+
+    return asyncio.run(run())
+
+
+def changed(config: ActorConfig, *, env: str = "arena:Guess", kwargs: dict | None = None, **actor: object) -> ActorConfig:
+    source = TaskSource(name="guess", env=env, kwargs=kwargs or {})
+    return config.model_copy(update={"sources": (source,), "actor": config.actor.model_copy(update=actor)})
+
+
+def ledger_of(config: ActorConfig) -> Ledger:
+    return ReplayBuffer(config.buffer).ledger()
+
+
+def ready(config: ActorConfig) -> list[Trajectory]:
+    """Every trajectory that came home, as a learner with batches of one would get them."""
+    buffer = ReplayBuffer(config.buffer.model_copy(update={"batch_size": 1}))
+    steps = itertools.takewhile(lambda ids: ids is not None, map(buffer.claim, itertools.count(1)))
+    return [trajectory for ids in steps for trajectory in buffer.get(ids or [])]
+
+
+def test_episodes_land_in_the_buffer(config):
+    worker = run_worker(config, 4)
+    ledger = ledger_of(config)
+    assert ledger.balanced
+    assert ledger.live.get("leased", 0) == 0  # all was handed in or given back
+    assert ledger.live["ready"] == worker.counters.episodes > 0
+    trajectories = ready(config)
+    assert len(trajectories) == worker.counters.episodes
+    for trajectory in trajectories:
+        assert trajectory.status in ("terminated", "truncated")
+        assert (trajectory.engine, trajectory.actor) == ("shared", config.name)
+        assert trajectory.sampling == {"temperature": 1.0}
+        assert {turn.role for turn in trajectory.traces[0].turns} >= {"system", "user", "assistant"}
+        assert trajectory.n_sampled > 0 and trajectory.timing["total"] > 0
+    line = json.loads((config.run_dir / "actors" / "actor-0.jsonl").read_text().splitlines()[-1])
+    assert line["episodes"] == worker.counters.episodes and line["engine_tokens"] > line["sampled_tokens"] > 0
+
+
+def test_work_stops_at_the_admission_bound_and_goes_on_after_it(config):
+    """(eta + 1) * batch_size groups are in flight at most; the loop idles until there is room again."""
+    small = config.model_copy(update={"buffer": config.buffer.model_copy(update={"batch_size": 2, "eta": 1})})
+    assert run_worker(small, 2.5).counters.episodes == 4
+    buffer = ReplayBuffer(small.buffer)
+    assert buffer.claim(1)
+    buffer.publish(buffer.next_version(), trained_step=1)
+    assert run_worker(small, 1.5).counters.episodes == 2
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("infrastructure", "InfrastructureError"), ("bug", "KeyError")])
+def test_a_failing_environment_is_no_reward(config, kind, reason):
+    broken = changed(config, env="arena:Broken", kwargs={"kind": kind})
+    worker = run_worker(broken, 3)
+    ledger = ledger_of(broken)
+    assert worker.counters.episodes == 0 and worker.counters.failed > 3
+    assert ledger.balanced and "ready" not in {state for state, n in ledger.live.items() if n}
+    assert ledger.dropped.get("env_failed", 0) > 0  # after three tries
+
+
+def test_a_worker_stops_when_nothing_but_failures_comes(config, monkeypatch):
+    monkeypatch.setattr("argosy.actors.worker.FAILURES_IN_A_ROW", 6)
+    with pytest.raises(TooManyFailures):
+        run_worker(changed(config, env="arena:Broken", kwargs={"kind": "bug"}), 30)
+    assert ledger_of(config).balanced
+
+
+def test_an_episode_over_its_deadline_is_truncated_and_graded(config):
+    run_worker(changed(config, env="arena:Hanging", episode_seconds=1.0), 2.2)
+    trajectories = ready(config)
+    assert trajectories
+    for trajectory in trajectories:
+        assert trajectory.status == "truncated" and trajectory.reward == 0.0
+        assert trajectory.n_sampled > 0
+
+
+def test_a_worker_that_lost_its_lease_drops_the_episode(config):
+    """Another worker takes the attempt over while this one is too busy to send heartbeats; nothing is counted twice."""
+    late = changed(config, kwargs={"pause": 0.4}, concurrency=2)
+
+    async def run() -> Worker:
+        worker = Worker(late)
+        running = asyncio.create_task(worker.run())
+        while len(worker._episodes) < 2:
+            await asyncio.sleep(0.02)
+        mine = {slot.lease.attempt for slot in worker._episodes.values()}
+        client = redis.Redis(unix_socket_path=late.buffer.url.removeprefix("unix://"))
+        other = ReplayBuffer(late.buffer)
+        for key in client.keys(f"*{late.buffer.run}*leased*"):
+            for attempt in client.zrange(key, 0, -1):
+                client.zadd(key, {attempt: 1})  # as if their time were up
+        taken = {lease.attempt for lease in other.lease("other", 2)}
+        assert taken == mine
+        await asyncio.sleep(1.5)
+        worker.stop()
+        await running
+        return worker
+
+    worker = asyncio.run(run())
+    assert worker.counters.late >= 2
+    ledger = ledger_of(late)
+    assert ledger.balanced and ledger.live["leased"] == 2  # the other one's
+
+
+@pytest.mark.timeout(60)
+def test_sigterm_drains(config, start):
+    slow = changed(config, kwargs={"pause": 0.2}, drain_seconds=3)
+    worker = start("worker", slow)
+    wait_until(lambda: ledger_of(slow).live.get("ready", 0) >= 4, 30, worker)
+    worker.popen.send_signal(signal.SIGTERM)
+    started = time.monotonic()
+    assert worker.wait(10) == 0, str(worker)
+    assert time.monotonic() - started < 5
+    ledger = ledger_of(slow)
+    assert ledger.balanced and ledger.live.get("leased", 0) == 0
+
+
+@pytest.mark.timeout(60)
+def test_sigterm_gives_back_what_cannot_be_finished(config, start):
+    slow = changed(config, kwargs={"pause": 600.0}, drain_seconds=0.5)
+    worker = start("worker", slow)
+    wait_until(lambda: ledger_of(slow).live.get("leased", 0) == 4, 30, worker)
+    time.sleep(1)
+    worker.popen.send_signal(signal.SIGTERM)
+    assert worker.wait(8) == 0, str(worker)
+    ledger = ledger_of(slow)
+    assert ledger.balanced and ledger.live["queued"] == ledger.created
+
+
+@pytest.mark.timeout(90)
+def test_a_killed_workers_attempts_are_finished_by_another(config, start):
+    slow = changed(config, kwargs={"pause": 600.0})
+    killed = start("worker", slow)
+    wait_until(lambda: ledger_of(slow).live.get("leased", 0) == 4, 30, killed)
+    killed.popen.send_signal(signal.SIGKILL)
+    killed.wait(5)
+    before = ledger_of(slow)
+    assert before.balanced and before.live["leased"] == 4
+    other = start("worker", config.model_copy(update={"name": "actor-1"}))
+    wait_until(lambda: ledger_of(config).live.get("ready", 0) == 40, 40, other)  # all that may be in flight
+    other.popen.send_signal(signal.SIGTERM)
+    assert other.wait(10) == 0, str(other)
+    ledger = ledger_of(config)
+    assert ledger.balanced and ledger.created == 40 and not ledger.dropped
+    assert {trajectory.task.seed for trajectory in ready(config)} == set(range(40))
+
+
+@pytest.mark.timeout(90)
+def test_a_redis_restart_loses_nothing(config, tmp_path):
+    """Redis is killed and started again while episodes run and end; each finished one arrives."""
+    command = ["redis-server", "--port", "0", "--unixsocket", str(tmp_path / "r.sock"), "--dir", str(tmp_path)]
+    command += ["--appendonly", "yes", "--save", ""]
+    url = f"unix://{tmp_path}/r.sock"
+    mine = changed(config, kwargs={"pause": 0.1})
+    mine = mine.model_copy(update={"buffer": mine.buffer.model_copy(update={"url": url, "batch_size": 50})})
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        record = WeightLedger(config.buffer).engines()["shared"]
+        WeightLedger(mine.buffer).register_engine("shared", record.url, ttl=1000)
+
+        async def run() -> Worker:
+            nonlocal server
+            worker = Worker(mine)
+            running = asyncio.create_task(worker.run())
+            while worker.counters.episodes < 8:
+                await asyncio.sleep(0.05)
+            server.kill()
+            await asyncio.to_thread(server.wait)
+            await asyncio.sleep(2.5)  # every running episode ends meanwhile and has nowhere to go
+            at_restart = worker.counters.episodes
+            server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+            while worker.counters.episodes < at_restart + 8:
+                await asyncio.sleep(0.05)
+            worker.stop()
+            await running
+            return worker
+
+        worker = asyncio.run(run())
+        ledger = ledger_of(mine)
+        assert ledger.balanced and not ledger.dropped
+        assert worker.counters.late == worker.counters.failed == 0
+        assert ledger.live["ready"] == worker.counters.episodes
+    finally:
+        server.kill()
+        server.wait()
