@@ -127,7 +127,7 @@ class Sandbox:
     ) -> list[Outcome]:
         """Call `function` of `source` with each list of arguments: one `Outcome` each, within `timeout` for all.
 
-        A fork of the warm interpreter (1-2 ms) with the standard library and, as modules, the workspace; `files` are
+        A fork of the warm interpreter (2-4 ms) with the standard library and, as modules, the workspace; `files` are
         written there first. Arguments and values travel as JSON (a tuple comes back as a list). Everything else that
         runs in the sandbox is killed.
         """
