@@ -11,6 +11,10 @@ import numpy as np
 import pytest
 import redis
 from argosy.buffer import BufferSettings, Lease, ReplayBuffer, Task, Trace, Trajectory, Turn
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machine")
 
 
 class RedisServer:
