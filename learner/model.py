@@ -115,6 +115,7 @@ class Architecture:
             tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
             pipeline_model_parallel_size=pipeline,
             variable_seq_lengths=pipeline > 1,
+            moe_token_dispatcher_type="alltoall",  # Megatron asks for it with variable lengths, dense models too
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             pipeline_dtype=dtype,

@@ -38,6 +38,11 @@ def start(settings: ParallelSettings, seed: int) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group(backend, timeout=DEADLINE)
+    divide(settings, seed)
+
+
+def divide(settings: ParallelSettings, seed: int) -> None:
+    """Divides the ranks that have joined among tensor, pipeline and data parallelism."""
     parallel_state.initialize_model_parallel(settings.tensor, settings.pipeline)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)

@@ -33,7 +33,12 @@ def episode() -> Callable[..., Trajectory]:
 
 
 def make_episode(
-    generator: np.random.Generator, name: str = "t", length: int = 0, vocab: int = 320, version: int = 0, **changes: object
+    generator: np.random.Generator,
+    name: str = "t",
+    length: int = 0,
+    vocab: int = 320,
+    version: int = 0,
+    **changes: object,
 ) -> Trajectory:
     """An episode of random tokens: a prompt, then turns of sampled tokens and tool output in between."""
     length = length or int(generator.integers(20, 60))

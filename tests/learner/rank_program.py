@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import argosy.learner  # noqa: F401 (makes Megatron importable)
 from argosy.buffer import read_archive
 from argosy.learner import checkpoint, critic, metrics, policy, publish, ranks
 from argosy.learner.advantages import estimate
@@ -21,6 +20,7 @@ from argosy.learner.model import Critic, Policy
 from argosy.learner.optimization import Trainee
 from argosy.learner.packing import flatten
 from argosy.learner.settings import LearnerSettings, OptimizerSettings, ParallelSettings, StopSettings
+from megatron.core import parallel_state  # isort: skip (argosy.learner makes it importable without CUDA)
 
 STEPS = 3
 SETTINGS = LearnerSettings(
@@ -82,13 +82,17 @@ def main() -> None:
     for layout in sys.argv[4:]:
         kind = "tensor2" if layout.startswith("resume") else layout
         sizes = {} if kind.startswith("data") else {kind[:-1]: int(kind[-1])}
-        ranks.start(ParallelSettings(**sizes), seed=0)
+        if dist.is_initialized():
+            ranks.divide(ParallelSettings(**sizes), seed=0)
+        else:
+            ranks.start(ParallelSettings(**sizes), seed=0)
         if layout.startswith("resume:"):
             resume(model, archive, out, layout.removeprefix("resume:"))
         else:
             run(model, archive, out, layout)
         dist.barrier()
-        ranks.stop()
+        parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

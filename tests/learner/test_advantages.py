@@ -12,9 +12,7 @@ from argosy.learner.packing import flatten
 from argosy.learner.settings import AdvantageSettings
 
 
-def by_definition(
-    rewards: list[float], values: list[float], bootstrap: float, gamma: float, lam: float
-) -> list[float]:
+def by_definition(rewards: list[float], values: list[float], bootstrap: float, gamma: float, lam: float) -> list[float]:
     """A_k = sum_j (gamma lambda)^j delta_{k+j}, straight from the paper."""
     following = [*values, bootstrap][1:]
     deltas = [r + gamma * n - v for r, v, n in zip(rewards, values, following, strict=True)]

@@ -17,6 +17,7 @@ from argosy.buffer import Trajectory, write_archive
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
 LAYOUTS = ["tensor2", "pipeline2", "data2"]
+pytestmark = pytest.mark.timeout(400)
 
 
 def launch(world: int, arguments: list[str]) -> None:
@@ -36,7 +37,7 @@ def launch(world: int, arguments: list[str]) -> None:
     ]
     try:
         for rank in ranks:
-            _, errors = rank.communicate(timeout=100)
+            _, errors = rank.communicate(timeout=200)
             assert rank.returncode == 0, errors[-3000:]
     finally:
         for rank in ranks:
@@ -46,9 +47,7 @@ def launch(world: int, arguments: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(
-    tmp_path_factory: pytest.TempPathFactory, model_dir: Path, episode: Callable[..., Trajectory]
-) -> Path:
+def results(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, episode: Callable[..., Trajectory]) -> Path:
     out = tmp_path_factory.mktemp("layouts")
     generator = np.random.default_rng(11)
     write_archive(out / "batch", [episode(generator, f"t{i}", reward=float(i % 2), version=i % 3) for i in range(9)])
