@@ -8,6 +8,7 @@ is no generator state to keep: every random choice is a function of the seed and
 
 import json
 import os
+import queue
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from . import ranks
 from .optimization import Trainee
@@ -34,6 +36,9 @@ def save(run_dir: Path, number: int, trainees: Mapping[str, Trainee], state: Map
             (unfinished / name).mkdir(parents=True)
         (unfinished / "state.json").write_text(json.dumps(state))
     dist.barrier()
+    # Megatron would start a process to serve this queue, for writers in other processes; ours write in this one, and
+    # that process would outlive a learner that is killed.
+    filesystem_async._results_queue = queue.SimpleQueue()
     for name, trainee in trainees.items():
         content = {key: value for key, value in _metadata().items() if key != "dp_cp_group"}
         dist_checkpointing.save(_sharded(trainee, loading=False), unfinished / name, content_metadata=content)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from argosy.buffer import Task, Trace, Trajectory, Turn
 
 CORPUS = [
@@ -69,7 +68,6 @@ def make_episode(
 def alone() -> Iterator[None]:
     """This process as the only rank of a learner."""
     import torch
-
     from argosy.learner import ranks
     from argosy.learner.settings import ParallelSettings
 

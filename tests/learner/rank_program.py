@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
 from argosy.buffer import read_archive
 from argosy.learner import checkpoint, critic, metrics, policy, publish, ranks
 from argosy.learner.advantages import estimate
@@ -20,7 +19,7 @@ from argosy.learner.model import Critic, Policy
 from argosy.learner.optimization import Trainee
 from argosy.learner.packing import flatten
 from argosy.learner.settings import LearnerSettings, OptimizerSettings, ParallelSettings, StopSettings
-from megatron.core import parallel_state  # isort: skip (argosy.learner makes it importable without CUDA)
+from megatron.core import parallel_state
 
 STEPS = 3
 SETTINGS = LearnerSettings(

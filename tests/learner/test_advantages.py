@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
-
 from argosy.buffer import Trajectory
 from argosy.learner.advantages import MIN_SPREAD, estimate, gae, targets
 from argosy.learner.packing import flatten
@@ -31,7 +31,7 @@ def test_gae_on_ragged_episodes(gamma: float, lam: float | str) -> None:
     got = gae(rewards, values, bootstrap, boundaries, gamma, lambdas if lam == "each" else float(lambdas[0]))
     expected = [
         advantage
-        for e, (a, b) in enumerate(zip(boundaries[:-1], boundaries[1:], strict=True))
+        for e, (a, b) in enumerate(pairwise(boundaries))
         for advantage in by_definition(rewards[a:b].tolist(), values[a:b].tolist(), bootstrap[e], gamma, lambdas[e])
     ]
     assert np.allclose(got, expected, rtol=1e-12, atol=1e-12)
@@ -69,7 +69,7 @@ def test_lambda_adapts_to_the_length_and_critic_targets_are_returns(
     batch = flatten([episode(generator, f"t{i}", length=n, reward=1.0) for i, n in enumerate([20, 90])])
     values = generator.normal(size=len(batch.tokens)).astype(np.float32)
     learned = estimate(batch, values, AdvantageSettings())
-    for a, b in zip(batch.boundaries[:-1], batch.boundaries[1:], strict=True):
+    for a, b in pairwise(batch.boundaries):
         rewards, at_actions = [0.0] * (b - a - 1) + [1.0], values[batch.actions[a:b]].astype(np.float64).tolist()
         expected = by_definition(rewards, at_actions, 0.0, 1.0, 1 - 1 / (1.5 * (b - a)))
         assert np.allclose(learned.advantages[a:b], expected, atol=1e-5)

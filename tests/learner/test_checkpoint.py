@@ -1,9 +1,9 @@
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
-
 from argosy.buffer import Trajectory
 from argosy.learner import checkpoint, critic, policy
 from argosy.learner.advantages import estimate
@@ -57,3 +57,4 @@ def test_only_whole_checkpoints_count_and_two_are_kept(model_dir: Path, tmp_path
     assert sorted(path.name for path in newest.parent.iterdir()) == [".000200.unfinished", "000030", "000100"]
     checkpoint.save(tmp_path, 100, trainees, {"again": True})  # the same step after an interruption
     assert checkpoint.load(newest, trainees) == {"again": True}
+    assert multiprocessing.active_children() == []  # one would outlive a learner that is killed

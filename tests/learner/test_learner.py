@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-
 from argosy.buffer import BufferSettings, ReplayBuffer, Task, Trajectory, WeightLedger, write_archive
+from safetensors.torch import load_file, save_file
 
 BATCH, STEPS, VALUE_BATCHES = 6, 12, 2
 DEADLINE = 100.0

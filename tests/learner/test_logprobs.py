@@ -1,6 +1,5 @@
 import torch
 import torch.distributed as dist
-
 from argosy.learner.logprobs import logprob_entropy
 
 

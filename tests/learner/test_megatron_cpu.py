@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from argosy.learner import megatron_cpu
 from argosy.learner.megatron_cpu import APPENDED, MODULE_RULES, RULES, UNTOUCHED
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from argosy.buffer import Trajectory
 from argosy.learner.hf_weights import Directory, export_hf
 from argosy.learner.model import Architecture, Critic, Policy

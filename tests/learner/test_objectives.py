@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-
 from argosy.learner.objectives import dis, ppo, staleness_weight, value_loss
 
 LOW, HIGH = 0.5, 3.0

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from argosy.buffer import Trajectory
 from argosy.learner import critic, policy
 from argosy.learner.advantages import Estimate, estimate

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-
 from argosy.buffer import Trace, Trajectory
 from argosy.learner.packing import flatten, gather, plan
 

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file
-
 from argosy.buffer import Trajectory, write_archive
+from safetensors.torch import load_file
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
 LAYOUTS = ["tensor2", "pipeline2", "data2"]

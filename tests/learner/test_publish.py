@@ -3,11 +3,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-
 from argosy.buffer import BufferSettings, WeightLedger
 from argosy.learner.model import Policy
 from argosy.learner.publish import KEPT, publish
+from safetensors.torch import load_file
 
 
 @pytest.fixture

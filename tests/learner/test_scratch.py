@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
-
 from argosy.learner.scratch import SPECIAL_TOKENS, make_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 TOOLS = [
     {"type": "function", "function": {"name": "run_tests", "parameters": {"type": "object", "properties": {}}}},
