@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
-
 from argosy.actors.settings import ActorConfig
 from argosy.buffer import BufferSettings, WeightLedger
 from argosy.learner.scratch import make_model
@@ -17,7 +18,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # for `arena`
 
 CORPUS = [
-    '<|im_start|>system\nGuess the number.<|im_end|>\n<|im_start|>user\nIt is below 10.<|im_end|>\n',
+    "<|im_start|>system\nGuess the number.<|im_end|>\n<|im_start|>user\nIt is below 10.<|im_end|>\n",
     '<tool_call>\n{"name": "guess", "arguments": {"number": 5}}\n</tool_call><|im_end|>\n',
     "<|im_start|>tool\n<tool_response>\nhigher\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
 ] * 20
@@ -104,6 +105,10 @@ def engine(engine_config: ActorConfig) -> Iterator[Process]:
     try:
         wait_for_engine(engine_config, process)
         yield process
+        traces = Traces(process)
+        process.popen.terminate()
+        assert process.wait(5) == 0, str(process)
+        assert not traces.left() and not WeightLedger(engine_config.buffer).engines()
     finally:
         process.end()
 
@@ -149,3 +154,36 @@ def processes_of(session: int) -> list[str]:
         if int(sid) == session and state != "Z":
             found.append(name)
     return found
+
+
+class Traces:
+    """All that an engine server leaves on the machine while it lives."""
+
+    def __init__(self, server: Process) -> None:
+        children = psutil.Process(server.popen.pid).children()
+        (self.sglang,) = [child.pid for child in children if "sglang_launch" in " ".join(child.cmdline())]
+        (self.scratch,) = [Path(child.cmdline()[-1]) for child in children if "argosy-janitor" in child.cmdline()]
+        (janitor,) = [child.pid for child in children if "argosy-janitor" in child.cmdline()]
+        self.sessions = self.sglang, janitor
+        self.port = next(c.laddr.port for c in psutil.Process(self.sglang).net_connections() if c.status == "LISTEN")
+        assert self.scratch.parent == Path(tempfile.gettempdir()) and any(self.scratch.iterdir())
+        assert len(processes_of(self.sglang)) >= 3  # server, scheduler, detokenizer
+        self.shared_memory = shared_memory(self.sglang)
+
+    def left(self) -> list[object]:
+        listening = [c for c in psutil.net_connections() if c.status == "LISTEN" and c.laddr.port == self.port]
+        processes = [name for session in self.sessions for name in processes_of(session)]
+        files = [path for path in [self.scratch, *self.shared_memory] if path.exists()]
+        return [*processes, *files, *listening]
+
+
+def shared_memory(session: int) -> list[Path]:
+    """Files in /dev/shm that a process of the session has open or mapped."""
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session:
+                found |= {Path(area.path) for area in process.memory_maps() if area.path.startswith("/dev/shm/")}
+        except (psutil.Error, ProcessLookupError):
+            continue
+    return [path for path in found if path.exists()]

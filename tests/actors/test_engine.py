@@ -10,15 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Process, wait_until
-from safetensors.numpy import load_file, save_file
-
 from argosy.actors import sglang_cpu
 from argosy.actors.chat import Chat
 from argosy.actors.engine import Engine, Generation
 from argosy.actors.errors import EngineRefused, EngineUnavailable, OutOfTime
 from argosy.actors.settings import ActorConfig
 from argosy.buffer import WeightLedger, WeightVersion
+from conftest import Process, wait_until
+from safetensors.numpy import load_file, save_file
 
 LONG = {"temperature": 1.0, "max_new_tokens": 300, "ignore_eos": True}
 

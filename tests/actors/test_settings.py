@@ -1,7 +1,6 @@
 import collections
 
 import pytest
-
 from argosy.actors.settings import Mixture, TaskSource
 
 
@@ -25,7 +24,9 @@ def test_mixture_keeps_the_shares_and_counts_seeds_without_gaps():
 
 
 def test_mixture_depends_on_the_index_alone():
-    assert [Mixture(sources(a=1, b=3))(i) for i in (7, 123456, 7)] == [Mixture(sources(a=1, b=3))(i) for i in (7, 123456, 7)]
+    assert [Mixture(sources(a=1, b=3))(i) for i in (7, 123456, 7)] == [
+        Mixture(sources(a=1, b=3))(i) for i in (7, 123456, 7)
+    ]
     assert Mixture(sources(only=3))(41).id == "only/41"
 
 

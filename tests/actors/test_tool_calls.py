@@ -1,9 +1,8 @@
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from argosy.actors.tool_calls import parse
 from argosy.envs import ToolCall
+from hypothesis import given
+from hypothesis import strategies as st
 
 CALL = '<tool_call>\n{"name": "edit", "arguments": {"line": "return x + 1"}}\n</tool_call>'
 
@@ -17,7 +16,11 @@ CALL = '<tool_call>\n{"name": "edit", "arguments": {"line": "return x + 1"}}\n</
         (f"Let me fix it.\n{CALL}", "Let me fix it.", [ToolCall("edit", {"line": "return x + 1"})]),
         (CALL + CALL, "", [ToolCall("edit", {"line": "return x + 1"})] * 2),
         ('<tool_call>{"name": "run_tests"}</tool_call>', "", [ToolCall("run_tests", {})]),
-        ('<tool_call>{"name": "say", "arguments": {"text": "a\\n\\ud83d\\ude00"}}</tool_call>', "", [ToolCall("say", {"text": "a\n😀"})]),
+        (
+            '<tool_call>{"name": "say", "arguments": {"text": "a\\n\\ud83d\\ude00"}}</tool_call>',
+            "",
+            [ToolCall("say", {"text": "a\n😀"})],
+        ),
     ],
 )
 def test_well_formed(text, content, calls):
@@ -45,11 +48,15 @@ def test_well_formed(text, content, calls):
     ],
 )
 def test_malformed(text):
-    content, calls, error = parse(text)
+    _, calls, error = parse(text)
     assert not calls and error and len(error) < 100
 
 
-@given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "{", "}", '"name"', ":", '"a"', ",", "[", "\\u", "\ud800", "x"])))
+@given(
+    st.lists(
+        st.sampled_from(["<tool_call>", "</tool_call>", "{", "}", '"name"', ":", '"a"', ",", "[", "\\u", "\ud800", "x"])
+    )
+)
 def test_never_raises(parts):
-    content, calls, error = parse("".join(parts))
+    _, calls, error = parse("".join(parts))
     assert error is None or not calls

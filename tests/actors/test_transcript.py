@@ -1,15 +1,12 @@
-import json
 import shutil
 import time
 
 import numpy as np
 import pytest
-
+from arena import Guess
 from argosy.actors.chat import Chat
 from argosy.actors.engine import Generation
 from argosy.actors.transcript import Transcript
-
-from arena import Guess
 
 OPENING = [{"role": "system", "content": "Guess the number."}, {"role": "user", "content": "It is below 10."}]
 CALL = '<tool_call>\n{"name": "guess", "arguments": {"number": 5}}\n</tool_call>'
@@ -40,11 +37,13 @@ def test_the_record_is_exactly_what_was_sent_and_sampled(chat):
     where = np.flatnonzero(trace.sampled)
     assert trace.tokens[where].tolist() == first + second
     assert trace.versions[where].tolist() == [1] * len(first) + [2] * len(second)
-    assert chat.decode(trace.tokens.tolist()) == chat.decode(
-        chat.opening(
-            [*OPENING, {"role": "assistant", "content": CALL}, *HIGHER], Guess.tool_schemas()
-        ).ids
-    ) + "7<|im_end|>"
+    assert (
+        chat.decode(trace.tokens.tolist())
+        == chat.decode(
+            chat.opening([*OPENING, {"role": "assistant", "content": CALL}, *HIGHER], Guess.tool_schemas()).ids
+        )
+        + "7<|im_end|>"
+    )
 
 
 def test_turns_hold_content_and_nothing_of_the_template(chat):
@@ -115,14 +114,18 @@ def test_a_template_that_rewrites_the_past_starts_a_new_trace(chat, model, tmp_p
 def test_the_template_may_trim_contents(chat, model, tmp_path):
     shutil.copytree(model, tmp_path, dirs_exist_ok=True)
     template = (model / "chat_template.jinja").read_text()
-    (tmp_path / "chat_template.jinja").write_text(template.replace("message.content or ''", "(message.content or '') | trim"))
+    (tmp_path / "chat_template.jinja").write_text(
+        template.replace("message.content or ''", "(message.content or '') | trim")
+    )
     transcript = Transcript(Chat(tmp_path), [])
     transcript.open([{"role": "user", "content": "  seven \n"}])
     (trace,) = transcript.traces()
     assert chat.decode(trace.tokens[trace.turns[0].start : trace.turns[0].end].tolist()) == "seven"
 
 
-@pytest.mark.parametrize("content", ["", "é😀", "<|im_end|>\n<|im_start|>user\n", "a\ue0000\ue001b", "{{ 1 }}", "x" * 5000])
+@pytest.mark.parametrize(
+    "content", ["", "é😀", "<|im_end|>\n<|im_start|>user\n", "a\ue0000\ue001b", "{{ 1 }}", "x" * 5000]
+)
 def test_any_content_keeps_its_place(chat, content):
     transcript = Transcript(chat, Guess.tool_schemas())
     transcript.open([*OPENING[:1], {"role": "user", "content": content}])

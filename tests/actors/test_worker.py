@@ -8,13 +8,11 @@ import subprocess
 import time
 
 import pytest
-import redis
-from conftest import wait_until
-
 from argosy.actors.errors import TooManyFailures
 from argosy.actors.settings import ActorConfig, TaskSource
 from argosy.actors.worker import Worker
 from argosy.buffer import Ledger, ReplayBuffer, Trajectory, WeightLedger
+from conftest import wait_until
 
 
 def run_worker(config: ActorConfig, seconds: float) -> Worker:
@@ -27,13 +25,19 @@ def run_worker(config: ActorConfig, seconds: float) -> Worker:
     return asyncio.run(run())
 
 
-def changed(config: ActorConfig, *, env: str = "arena:Guess", kwargs: dict | None = None, **actor: object) -> ActorConfig:
+def changed(
+    config: ActorConfig, *, env: str = "arena:Guess", kwargs: dict | None = None, **actor: object
+) -> ActorConfig:
     source = TaskSource(name="guess", env=env, kwargs=kwargs or {})
     return config.model_copy(update={"sources": (source,), "actor": config.actor.model_copy(update=actor)})
 
 
 def ledger_of(config: ActorConfig) -> Ledger:
     return ReplayBuffer(config.buffer).ledger()
+
+
+def last_line(config: ActorConfig) -> dict:
+    return json.loads((config.run_dir / "actors" / f"{config.name}.jsonl").read_text().splitlines()[-1])
 
 
 def ready(config: ActorConfig) -> list[Trajectory]:
@@ -57,7 +61,7 @@ def test_episodes_land_in_the_buffer(config):
         assert trajectory.sampling == {"temperature": 1.0}
         assert {turn.role for turn in trajectory.traces[0].turns} >= {"system", "user", "assistant"}
         assert trajectory.n_sampled > 0 and trajectory.timing["total"] > 0
-    line = json.loads((config.run_dir / "actors" / "actor-0.jsonl").read_text().splitlines()[-1])
+    line = last_line(config)
     assert line["episodes"] == worker.counters.episodes and line["engine_tokens"] > line["sampled_tokens"] > 0
 
 
@@ -97,32 +101,19 @@ def test_an_episode_over_its_deadline_is_truncated_and_graded(config):
         assert trajectory.n_sampled > 0
 
 
-def test_a_worker_that_lost_its_lease_drops_the_episode(config):
-    """Another worker takes the attempt over while this one is too busy to send heartbeats; nothing is counted twice."""
-    late = changed(config, kwargs={"pause": 0.4}, concurrency=2)
-
-    async def run() -> Worker:
-        worker = Worker(late)
-        running = asyncio.create_task(worker.run())
-        while len(worker._episodes) < 2:
-            await asyncio.sleep(0.02)
-        mine = {slot.lease.attempt for slot in worker._episodes.values()}
-        client = redis.Redis(unix_socket_path=late.buffer.url.removeprefix("unix://"))
-        other = ReplayBuffer(late.buffer)
-        for key in client.keys(f"*{late.buffer.run}*leased*"):
-            for attempt in client.zrange(key, 0, -1):
-                client.zadd(key, {attempt: 1})  # as if their time were up
-        taken = {lease.attempt for lease in other.lease("other", 2)}
-        assert taken == mine
-        await asyncio.sleep(1.5)
-        worker.stop()
-        await running
-        return worker
-
-    worker = asyncio.run(run())
-    assert worker.counters.late >= 2
-    ledger = ledger_of(late)
-    assert ledger.balanced and ledger.live["leased"] == 2  # the other one's
+@pytest.mark.timeout(60)
+def test_a_worker_that_lost_its_leases_drops_the_episodes(config, start):
+    """It stands still until another has taken its attempts over; when it wakes up nothing is counted twice."""
+    slow = changed(config, kwargs={"pause": 3.0})
+    worker = start("worker", slow)
+    wait_until(lambda: ledger_of(slow).live.get("leased", 0) == 4, 30, worker)
+    worker.popen.send_signal(signal.SIGSTOP)
+    other, taken = ReplayBuffer(slow.buffer), []
+    wait_until(lambda: taken.extend(other.lease("other", 4 - len(taken))) or len(taken) == 4, 20, ledger_of(slow))
+    worker.popen.send_signal(signal.SIGCONT)
+    wait_until(lambda: last_line(slow)["late"] == 4, 10, worker)
+    assert len(other.heartbeat(taken)) == 4  # the sleeper touched none of them
+    assert ledger_of(slow).balanced
 
 
 @pytest.mark.timeout(60)
