@@ -1,7 +1,7 @@
 """The learner: models, objectives, training and publishing on Megatron-core.
 
 Importing this package makes Megatron importable on a machine without CUDA (megatron_cpu). The names below are its
-public face; each is imported when first used, because Megatron takes seconds to load.
+public face; each is imported when first used, so that reading settings costs neither torch nor Megatron.
 """
 
 from importlib import import_module

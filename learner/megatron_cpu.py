@@ -94,38 +94,51 @@ def rewrite(name: str, source: str) -> tuple[str, int]:
     return source, changed
 
 
-def install() -> bool:
-    """Installs the hook if this process has no CUDA; call it before the first `import megatron.core`.
+def install() -> None:
+    """Puts the hook in place; call it before the first `import megatron.core`. Costs nothing, torch is not imported.
 
-    Returns whether Megatron runs on the CPU in this process. Raises RuntimeError when megatron.core is already loaded
-    without the hook, because it would then fail much later and far from the cause.
+    Raises RuntimeError when megatron.core is already loaded without the hook in a process that has no CUDA, because it
+    would then fail much later and far from the cause.
     """
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if PACKAGE in sys.modules and not _cuda():
+        raise RuntimeError("megatron.core was imported before argosy.learner: import argosy.learner first")
+    sys.meta_path.insert(0, _Finder())
+
+
+def _cuda() -> bool:
     import torch
 
-    if torch.cuda.is_available():
-        return False
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        return True
-    if any(name.startswith(PACKAGE) for name in sys.modules):
-        raise RuntimeError("megatron.core was imported before argosy.learner: import argosy.learner first")
-    if importlib.util.find_spec("triton") is None:  # a hard import of one MoE module that is never run on a CPU
-        kernels = types.ModuleType("megatron.core.transformer.moe.ops.paged_stash")
-        vars(kernels).update(GLOBAL_BLOCK_SIZE=1024, paged_stash_copy_kernel=None, paged_stash_pop_kernel=None)
-        sys.modules[kernels.__name__] = kernels
-    sys.meta_path.insert(0, _Finder())
-    return True
+    return torch.cuda.is_available()
 
 
 class _Finder(importlib.abc.MetaPathFinder):
+    _active: bool | None = None  # whether sources are rewritten; known at the first import of megatron.core
+
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if not (name + ".").startswith(PACKAGE + ".") or name.startswith(UNTOUCHED):
             return None
+        if self._active is None:
+            self._active = not _cuda()
+            if self._active:
+                _stand_in_for_triton()
+        if not self._active:
+            return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             spec.loader = _Loader(spec.loader.name, spec.loader.path)
         return spec
+
+
+def _stand_in_for_triton() -> None:
+    """One MoE module that is never run on a CPU imports triton; without it nothing of Megatron could be imported."""
+    if importlib.util.find_spec("triton") is None:
+        kernels = types.ModuleType("megatron.core.transformer.moe.ops.paged_stash")
+        vars(kernels).update(GLOBAL_BLOCK_SIZE=1024, paged_stash_copy_kernel=None, paged_stash_pop_kernel=None)
+        sys.modules[kernels.__name__] = kernels
 
 
 class _Loader(importlib.machinery.SourceFileLoader):

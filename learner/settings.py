@@ -61,9 +61,10 @@ class AdvantageSettings(_Settings):
     """GAE lambda of the policy's advantages; when not set 1 - 1 / (1.5 l) with l action tokens in the episode."""
     lambda_critic: float = Field(default=1.0, ge=0, le=1)
     """GAE lambda of the critic's targets; 1 makes the target the discounted return."""
-    bootstrap_truncated: bool = True
-    """Whether an episode cut off from outside goes on, in expectation, with the critic's value of its last position.
-    Segments of unfinished episodes always do. Turn it off where every cut-off episode is graded as it stands."""
+    bootstrap_truncated: bool = False
+    """Whether a truncated episode goes on, in expectation, with the critic's value of its last position, as a segment
+    of an unfinished episode always does. Off, because a truncated episode is graded as it stands: its reward is the
+    outcome, and a value on top of it would reward running out of turns."""
     whiten: bool = False
     """Divide the advantages of a batch by their standard deviation after subtracting their mean."""
 

@@ -1,6 +1,7 @@
 """The shim says what it relies on: when upstream moves, these counts change before anything is silently wrong."""
 
 import importlib.util
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -78,11 +79,23 @@ def test_rewritten_modules_still_compile(sources: dict[str, str]) -> None:
 
 
 def test_nothing_happens_where_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = list(importlib.import_module("megatron").__path__)
+    assert megatron_cpu._Finder().find_spec("megatron.core", path) is not None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if type(f).__module__ != megatron_cpu.__name__])
-    before = list(sys.meta_path)
-    assert megatron_cpu.install() is False
-    assert sys.meta_path == before
+    assert megatron_cpu._Finder().find_spec("megatron.core", path) is None
+
+
+def test_importing_the_package_or_its_settings_needs_no_torch() -> None:
+    program = "import sys, argosy.learner, argosy.learner.settings; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_megatron_before_argosy_is_an_error_that_says_so() -> None:
+    program = (
+        "import sys, types\nsys.modules['megatron.core'] = types.ModuleType('megatron.core')\nimport argosy.learner\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "import argosy.learner first" in done.stderr
 
 
 def test_only_megatron_core_is_touched() -> None:

@@ -158,12 +158,12 @@ def test_the_critic_learns_and_its_values_are_from_before(model_dir: Path, alone
     assert last.updates[-1].loss < 0.5 * first.updates[0].loss
 
 
-def test_cut_off_episodes_give_the_critic_bootstrapped_targets(
+def test_unfinished_episodes_give_the_critic_bootstrapped_targets(
     model_dir: Path, alone: None, episode: Callable[..., Trajectory]
 ) -> None:
     trainee = Trainee(Critic(model_dir), OptimizerSettings(lr=3e-3, beta2=0.999))
     generator = np.random.default_rng(0)
-    batch = flatten([episode(generator, f"t{i}", status="truncated", reward=0.0) for i in range(4)])
+    batch = flatten([episode(generator, f"t{i}", status="segment", reward=0.0) for i in range(4)])
     if trainee.model.post_process:
         trainee.model.output_layer.weight.data.normal_()
         trainee.optimizer.reload_model_params()
