@@ -27,7 +27,7 @@ KEPT = 2  # a newest one that turns out unreadable leaves one to go back to
 
 
 def save(run_dir: Path, number: int, trainees: Mapping[str, Trainee], state: Mapping[str, Any]) -> Path:
-    """Writes checkpoint `number` (it must grow) of all ranks; returns its folder once it is durable."""
+    """Writes checkpoint `number` (never one that exists) of all ranks; returns its folder once it is durable."""
     folder = _folder(run_dir) / f"{number:06d}"
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     if ranks.is_first():
@@ -45,7 +45,6 @@ def save(run_dir: Path, number: int, trainees: Mapping[str, Trainee], state: Map
     if ranks.is_first():
         for path in [*unfinished.rglob("*"), unfinished]:
             _flush(path)
-        shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
         _flush(folder.parent)
         for old in _complete(run_dir)[:-KEPT]:

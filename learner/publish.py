@@ -7,6 +7,7 @@ loads half a model or one that vanished. A version id is never used twice (the b
 
 import json
 import shutil
+import threading
 import time
 import zlib
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from .model import Policy
 
 KEPT = 3  # directories that stay in any case
 CHUNK = 1 << 20
+STOP_SLICE = 1.0  # seconds between two looks at whether the process was asked to stop
 
 
 @dataclass(frozen=True)
@@ -36,19 +38,26 @@ class Published:
 
 
 def publish(
-    policy: Policy, source: Path, run_dir: Path, ledger: WeightLedger, version: int, step: int, patience: float
+    policy: Policy,
+    source: Path,
+    run_dir: Path,
+    ledger: WeightLedger,
+    version: int,
+    step: int,
+    patience: float,
+    stop: threading.Event,
 ) -> Published:
     """Writes the policy's weights as `version`, announces them and waits up to `patience` seconds for the engines.
 
     `source` is the directory the model came from: what is no weight (config, tokenizer, template) is linked from there.
-    All ranks call it; the answer is the same on all.
+    A set `stop` ends the wait within a second: engines may already be gone. All ranks call it, all get the same answer.
     """
     begun = time.monotonic()
     folder = write(policy, source, run_dir / "weights" / f"v{version:06d}")
     behind: list[str] = []
     if ranks.is_first():
         ledger.publish(WeightVersion(version, str(folder.resolve()), step, _checksum(folder), time.time()))
-        behind = ledger.wait_confirmed(version, patience)
+        behind = _wait(ledger, version, patience, stop)
         _remove_old(folder.parent, min((engine.version for engine in ledger.engines().values()), default=version))
     return ranks.agree(Published(time.monotonic() - begun, behind))
 
@@ -81,6 +90,15 @@ def write(policy: Policy, source: Path, folder: Path) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
     return folder
+
+
+def _wait(ledger: WeightLedger, version: int, patience: float, stop: threading.Event) -> list[str]:
+    deadline = time.monotonic() + patience
+    while True:
+        left = deadline - time.monotonic()
+        behind = ledger.wait_confirmed(version, min(max(left, 0.0), STOP_SLICE))
+        if not behind or left <= STOP_SLICE or stop.is_set():
+            return behind
 
 
 def _checksum(folder: Path) -> str:

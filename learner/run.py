@@ -59,7 +59,9 @@ class Progress:
     step: int = 0
     """Steps done in this stage."""
     total: int = 0
-    """Steps done in all stages: numbers the checkpoints."""
+    """Steps done in all stages."""
+    saved: int = 0
+    """Checkpoints written: the number of the newest."""
     claimed: int = 0
     """Batches claimed from the buffer and trained on."""
     committed: int = 0
@@ -71,7 +73,7 @@ class Progress:
     rewards: list[float] = field(default_factory=list)
     """Of the newest trained trajectories, up to `stop.window`."""
     skipped: int = 0
-    """Policy steps without signal."""
+    """Policy steps that changed no weight: no signal, everything masked, or refused."""
     refused: int = 0
     """Updates that were not finite."""
     zero_variance: int = 0
@@ -121,15 +123,16 @@ class Run:
         return ranks.agree(self._stop.is_set())
 
     def enter(self, stage: Stage) -> None:
-        """Goes on to `stage`. The end of the supervised stage is where rollouts begin: it publishes the first weights.
+        """Goes on to `stage`, durably. After the supervised stage rollouts begin: it publishes the first weights.
 
-        What an engine sampled before, from untrained weights, is made too old to be claimed.
+        The critic starts from them, and what an engine sampled before, untrained, is made too old to be claimed.
         """
         if self.progress.stage == "supervised":
             self.critic.model.load_state_dict(self._policy_trunk(), strict=False)
             self.critic.optimizer.reload_model_params()
             self.publish(at_least=self.config.buffer.eta if self.settings.supervised else 0)
         self.progress.stage, self.progress.step = stage, 0
+        self.checkpoint()
 
     def claim(self) -> Claim | None:
         """Waits for the next batch; None if asked to stop meanwhile. Raises TimeoutError after `claim_seconds`."""
@@ -209,8 +212,9 @@ class Run:
         """Makes everything so far durable and tells the buffer."""
         progress = self.progress
         known = {step: ids for step, ids in progress.manifests.items() if step > progress.committed}
+        progress.saved += 1
         saved = Progress(**{**vars(progress), "committed": progress.claimed})
-        checkpoint.save(self.config.run_dir, progress.total, self._trainees(), asdict(saved))
+        checkpoint.save(self.config.run_dir, progress.saved, self._trainees(), asdict(saved))
         if ranks.is_first():
             self.buffer.commit(progress.claimed)
         progress.committed, progress.manifests = progress.claimed, known
@@ -221,7 +225,7 @@ class Run:
         progress.version = ranks.agree(issued)
         done = publish(
             self.policy.model, self.config.model, self.config.run_dir, self.weights, progress.version, progress.total,
-            self.settings.publish_seconds,
+            self.settings.publish_seconds, self._stop,
         )  # fmt: skip
         if done.behind:
             log.warning(

@@ -114,7 +114,7 @@ class LearnerSettings(_Settings):
     """Steps between checkpoints; a crash repeats at most this many."""
     publish_seconds: float = Field(default=60.0, gt=0)
     """How long to wait for the engines to serve a new version before going on without those that do not."""
-    claim_seconds: float = Field(default=600.0, gt=0)
+    claim_seconds: float = Field(default=3600.0, gt=0)
     """How long a batch may take to become claimable before the learner gives up and says so."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of parameters and activations."""

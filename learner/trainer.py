@@ -32,8 +32,10 @@ class Trainer:
             run.enter("policy")
         if run.progress.stage == "policy" and self.train():
             run.enter("done")
+        if run.progress.stage == "done":
+            return DONE
         run.checkpoint()
-        return DONE if run.progress.stage == "done" else INTERRUPTED
+        return INTERRUPTED
 
     def train(self) -> bool:
         """The policy stage: one claimed batch a step. Returns whether it is finished (or else was interrupted)."""

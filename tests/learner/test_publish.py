@@ -1,3 +1,5 @@
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ def test_what_is_published_is_the_model(
     policy = Policy(model_dir)
     with torch.no_grad():
         policy.decoder.final_layernorm.weight.mul_(1.5)
-    publish(policy, model_dir, tmp_path, ledger, version=3, step=1, patience=1)
+    publish(policy, model_dir, tmp_path, ledger, version=3, step=1, patience=1, stop=threading.Event())
     found = ledger.latest()
     assert found is not None and (found.version, found.step) == (3, 1) and len(found.checksum) == 8
     assert {path.name for path in model_dir.iterdir()} == {path.name for path in Path(found.path).iterdir()}
@@ -30,13 +32,26 @@ def test_what_is_published_is_the_model(
     assert reference(Path(found.path)).config.vocab_size == policy.architecture.vocab
 
 
+def test_a_silent_engine_holds_up_neither_the_run_nor_its_end(
+    model_dir: Path, tmp_path: Path, alone: None, ledger: WeightLedger
+) -> None:
+    ledger.register_engine("silent", "http://nowhere", ttl=60, version=0)
+    policy, stop = Policy(model_dir), threading.Event()
+    stop.set()
+    begun = time.monotonic()
+    done = publish(policy, model_dir, tmp_path, ledger, version=1, step=0, patience=60, stop=stop)
+    assert done.behind == ["silent"] and time.monotonic() - begun < 10
+
+
 def test_weights_stay_until_every_engine_serves_newer_ones(
     model_dir: Path, tmp_path: Path, alone: None, ledger: WeightLedger
 ) -> None:
     policy = Policy(model_dir)
 
     def send(version: int) -> list[str]:
-        return publish(policy, model_dir, tmp_path, ledger, version, step=version, patience=0.2).behind
+        return publish(
+            policy, model_dir, tmp_path, ledger, version, step=version, patience=0.2, stop=threading.Event()
+        ).behind
 
     for engine in ("fast", "slow"):
         ledger.register_engine(engine, "http://nowhere", ttl=60, version=0)
