@@ -11,10 +11,12 @@ import ctypes
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -38,6 +40,8 @@ class Process:
     env: Mapping[str, str] = field(default_factory=dict)
     orphaned: signal.Signals = signal.SIGKILL
     """What the kernel sends it when the supervisor is gone."""
+    prepare: Callable[[], None] = lambda: None
+    """Done before each start."""
     on_death: Callable[[str, str], None] = lambda name, reason: None
     _child: asyncio.subprocess.Process | None = None
     _stopping: bool = False
@@ -66,6 +70,7 @@ class Process:
     async def run(self) -> int:
         """Runs it once and returns its exit code, -N for signal N. Cancelled, it kills it."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        await asyncio.to_thread(self.prepare)
         supervisor = os.getpid()
         with self.log.open("ab") as output:
             self._log_begin = output.tell()
@@ -141,7 +146,19 @@ def redis_server(folder: Path, socket: Path, log: Path) -> Process:
         "maxmemory-policy": "noeviction",
     }
     command = [server, *(part for key, value in options.items() for part in (f"--{key}", value))]
-    return Process("redis", command, log, orphaned=signal.SIGTERM)
+    return Process("redis", command, log, orphaned=signal.SIGTERM, prepare=partial(_mend, server, folder, log))
+
+
+def _mend(server: str, folder: Path, log: Path) -> None:
+    """Cuts a transaction that a power loss tore from the end of the append-only file.
+
+    Redis loads such a file without it, but leaves the torn part in place, and takes it for whole at the start after.
+    The server's binary is the checker when it is called by the checker's name.
+    """
+    for manifest in folder.glob("appendonlydir/*.manifest"):
+        with log.open("ab") as output:
+            command = ["redis-check-aof", "--fix", str(manifest)]
+            subprocess.run(command, executable=server, input=b"y\n", stdout=output, stderr=output, check=True)
 
 
 def _follow_into_death(parent: int, with_signal: signal.Signals) -> None:
