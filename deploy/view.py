@@ -215,9 +215,9 @@ class Screen:
             words.append(f"success {self.progress.curve[-1][1]:.2f}")
         if self.progress.ledger is not None and self._supervisor.stage == "training":
             words.append(f"trained {self.progress.ledger.trained} lost {self.progress.ledger.lost}")
-        self._console.print("  ".join(word for word in words if word), highlight=False)
+        self._console.print("  ".join(word for word in words if word), highlight=False, soft_wrap=True)
         for warning in self._warnings():
-            self._console.print(f"        ! {warning}", highlight=False)
+            self._console.print(f"        ! {warning}", highlight=False, soft_wrap=True)
 
 
 def results(paths: RunPaths, numbers: Record) -> RenderableType:

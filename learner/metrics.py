@@ -90,6 +90,16 @@ def engine_mismatch(old: np.ndarray, mu: np.ndarray) -> dict[str, float]:
     return {"mismatch_k1": k1 / count, "mismatch_k3": k3 / count, "mismatch_max": float(largest), "ess": ess}
 
 
+def engine_error(batch: Batch, before: np.ndarray, version: int) -> float | None:
+    """Largest |before - mu| over the actions that the weights of `version` sampled, which are those of `before`.
+
+    Engine and learner hold the same weights there, so it is their rounding and nothing else. None without such actions.
+    """
+    same = np.abs(before.astype(np.float64) - batch.mu)[batch.versions == version]
+    largest, count = ranks.highest(np.array([same.max(initial=0.0), len(same)]))
+    return float(largest) if count else None
+
+
 def staleness(batch: Batch, version: int) -> dict[str, float]:
     """Age in versions of the episodes' oldest sampled tokens (mean, max) and of all sampled tokens (mean)."""
     oldest = [trajectory.oldest_version for trajectory in batch.trajectories]

@@ -25,6 +25,8 @@ class PolicyStep:
     """The updates that were tried (none for a batch without signal) and what the batch looked like before them."""
 
     updates: list[Update]
+    before: np.ndarray
+    """float32[K], the log-probability of each action before any update."""
     diagnostics: dict[str, float]
 
     @property
@@ -51,7 +53,7 @@ def improve(policy: Trainee, batch: Batch, estimate: Estimate, settings: Learner
         return (each - objective.entropy * entropy).sum(), [theta, entropy, kept]
 
     if not estimate.carries_signal:
-        return PolicyStep([], engine_mismatch(columns["old"], batch.mu))
+        return PolicyStep([], columns["old"], engine_mismatch(columns["old"], batch.mu))
     updates: list[Update] = []
     theta, entropy, kept = (np.zeros(len(batch.actions), np.float32) for _ in range(3))
     for part in range(settings.minibatches):
@@ -60,10 +62,12 @@ def improve(policy: Trainee, batch: Batch, estimate: Estimate, settings: Learner
         updates.append(policy.update(microbatches, loss))
         for flat, outputs in zip((theta, entropy, kept), updates[-1].outputs, strict=True):
             _scatter(flat, microbatches, outputs)
+    before = columns.get("old", theta)
     return PolicyStep(
         updates,
+        before,
         {
-            **engine_mismatch(columns.get("old", theta), batch.mu),
+            **engine_mismatch(before, batch.mu),
             "entropy": mean_and_std(entropy)[0],
             "masked_share": 1.0 - mean_and_std(kept)[0],
         },

@@ -86,6 +86,7 @@ class Trainer:
             explained_variance=metrics.explained_variance(judged.values[batch.actions], learned.returns),
             advantage_mean=learned.mean,
             advantage_std=learned.spread,
+            engine_error=metrics.engine_error(batch, step.before, claim.version),
             **step.diagnostics,
             **metrics.staleness(batch, claim.version),
             **contents,

@@ -1,0 +1,94 @@
+"""Recipes: what is right is resolved, what is wrong is said precisely, and nothing starts."""
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from argosy.deploy.recipe import RECIPES, Recipe, RecipeError, describe, load
+
+MISTAKES = {
+    "buffer.batchsize=3": "unknown key 'buffer.batchsize': did you mean 'batch_size'?",
+    "learner.polcy.lr=1e-3": "unknown key 'learner.polcy': did you mean 'policy'?",
+    "zzz=1": "unknown key 'zzz': the keys here are name, model, tasks",
+    "learner.policy.lr=fast": "learner.policy.lr: Input should be a valid number",
+    "learner.stop.steps=0": "learner.stop.steps: Input should be greater than 0, not 0",
+    "learner.objective.name=grpo": "learner.objective.name: Input should be 'dis' or 'ppo', not 'grpo'",
+    "tasks.0.env=argosy/repare": "task source 'repair': no environment 'argosy/repare': did you mean 'argosy/repair'?",
+    "tasks.0.env=nowhere.module:Env": "task source 'repair': cannot import 'nowhere.module'",
+    "tasks.0.kwargs.level=9": "repair has levels 1, 2, 3",
+    "tasks.0.kwargs.size=9": "task source 'repair'",
+    "tasks.3.env=x": "'3' must be a number below 1",
+    "tasks=[]": "tasks:",
+    "model.path=/nowhere": "give either a path to a model or scratch",
+    "model={path: /nowhere}": "/nowhere is not a Hugging Face model directory",
+    "demonstrations=0": "demonstrations and learner.supervised need each other",
+    "evaluation.0.name=repair": "must all have different names",
+    "buffer.url=redis://example.com": "example.com is remote",
+    "name=../elsewhere": "name:",
+    "learner.stop": "write key=value",
+}
+
+
+@pytest.mark.parametrize("override", MISTAKES)
+def test_a_mistake_names_the_key_and_what_is_allowed(override: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load("demo", [override], runs=tmp_path)
+    assert MISTAKES[override] in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_key_is_named(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        "name: mine\nmodel: {scratch: {}}\ntasks: [{name: a, env: argosy/repair}]\nbuffer: {batch_size: 4}\n"
+    )
+    with pytest.raises(RecipeError, match="'learner' is missing"):
+        load(str(recipe))
+
+
+def test_a_key_given_twice_is_an_error(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("name: mine\nname: yours\n")
+    with pytest.raises(RecipeError, match="name is given twice"):
+        load(str(recipe))
+
+
+def test_an_unknown_recipe_lists_those_that_exist() -> None:
+    with pytest.raises(RecipeError, match="demo"):
+        load("dmeo")
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_every_recipe_that_comes_along_is_valid_and_short(recipe: str) -> None:
+    checked, paths = load(recipe)
+    assert checked.name == recipe == paths.root.name
+    assert len((RECIPES / f"{recipe}.yaml").read_text().splitlines()) < 40
+
+
+def test_overrides_reach_values_lists_and_absent_parts() -> None:
+    checked, _ = load("demo", ["learner.policy.lr=1e-3", "tasks.0.kwargs.level=2", "processes.actors=2", "name=other"])
+    assert checked.learner.policy.lr == 1e-3
+    assert checked.tasks[0].kwargs == {"level": 2}
+    assert checked.processes.actors == 2
+    assert checked.buffer.run == "other"
+
+
+def test_the_description_is_the_recipe_itself_with_a_meaning_for_every_setting() -> None:
+    checked, _ = load("demo")
+    lines = list(describe(checked))
+    assert Recipe.model_validate(yaml.safe_load("\n".join(lines))) == checked
+    for before, line in itertools.pairwise(lines):
+        if ":" in line and not line.strip().startswith(("#", "-")):
+            assert before.strip().startswith("#"), f"no meaning is given for {line.strip()!r}"
+
+
+def test_the_command_fails_before_anything_starts(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "argosy.deploy.cli", "train", "demo", "buffer.etta=3"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "did you mean 'eta'?" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not list(tmp_path.iterdir())
