@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..buffer import BufferError
+from ..envs import EnvError
 from .errors import ActorError
 from .settings import ActorConfig
 
@@ -38,7 +39,7 @@ def main() -> None:
                 from . import demonstrate
 
                 _run(demonstrate.main(config, arguments.episodes, arguments.out))
-    except (ActorError, BufferError, ValidationError, OSError) as error:
+    except (ActorError, BufferError, EnvError, ValidationError, OSError) as error:
         sys.exit(f"{arguments.role} {arguments.config}: {error}")
 
 

@@ -14,7 +14,7 @@ from ..buffer import Lease, Task, Trajectory
 from ..envs import InfrastructureError, ToolEnv
 from .chat import Chat
 from .engine import Engine, Generation
-from .errors import OutOfTime
+from .errors import EngineRefused, OutOfTime
 from .settings import ActorSettings, TaskSource
 from .tool_calls import parse
 from .transcript import Transcript
@@ -62,6 +62,10 @@ async def run_episode(
     except OutOfTime as error:
         if not transcript.n_sampled:
             raise InfrastructureError(f"nothing was sampled in {settings.episode_seconds:.0f} s: {error}") from error
+    if not transcript.n_sampled:
+        raise EngineRefused(
+            f"the opening has {len(transcript.ids)} tokens: no room in actor.context_tokens={settings.context_tokens}"
+        )
     finished = _now()
     try:
         grade = await _until(finished + settings.grade_seconds, env.score())

@@ -1,22 +1,26 @@
 """Held-out evaluation: `python -m argosy.actors evaluate CONFIG.json --source NAME --episodes N --out FILE.json`.
 
 Invariant: seeds are 0 to N - 1, so two evaluations of a source see the same tasks, and the buffer has no part in it, so
-nothing of it can be trained on. An episode that fails for a reason that is not the agent's fails the evaluation.
+nothing of it can be trained on. An episode that fails for a reason that is not the agent's is played again; if that
+happens three times the evaluation fails, because leaving it out would change what is measured.
 """
 
 import asyncio
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 from ..buffer import Task, Trajectory, WeightLedger
-from ..envs import close_shared_pools, make_env
+from ..envs import InfrastructureError, close_shared_pools, make_env
 from .chat import Chat
 from .engine import Engine
 from .episode import Outcome, Unleased, engine_policy, run_episode, to_trajectory
 from .errors import ActorError
 from .settings import ActorConfig, TaskSource
 from .transcript import Transcript
+
+log = logging.getLogger(__name__)
 
 TRANSCRIPTS = 16  # kept in the report
 
@@ -26,23 +30,31 @@ async def evaluate(config: ActorConfig, source: TaskSource, episodes: int) -> di
     chat = Chat(config.model)
     places = asyncio.Semaphore(config.actor.concurrency)
 
-    async def play(engine: Engine, seed: int) -> tuple[Outcome, Trajectory]:
+    async def play(engine: Engine, seed: int, tries: int = 3) -> tuple[Outcome, Trajectory]:
         lease = Unleased(f"{config.name}/{source.name}/{seed}", Task(f"{source.name}/{seed}", source.name, seed))
+        env = make_env(source.env, **source.kwargs)
+        transcript = Transcript(chat, env.tool_schemas())
+        policy = engine_policy(engine, chat, config.actor, lease.attempt)
+        try:
+            outcome = await run_episode(env, seed, policy, transcript, config.actor)
+        except InfrastructureError as error:
+            if tries == 1:
+                raise
+            log.warning("%s is played again: %s", lease.attempt, error)
+            return await play(engine, seed, tries - 1)
+        finally:
+            await env.stop()
+        return outcome, to_trajectory(outcome, transcript, lease, source, config.actor, config.name)
+
+    async def wait_and_play(engine: Engine, seed: int) -> tuple[Outcome, Trajectory]:
         async with places:
-            env = make_env(source.env, **source.kwargs)
-            transcript = Transcript(chat, env.tool_schemas())
-            policy = engine_policy(engine, chat, config.actor, lease.attempt)
-            try:
-                outcome = await run_episode(env, seed, policy, transcript, config.actor)
-            finally:
-                await env.stop()
-            return outcome, to_trajectory(outcome, transcript, lease, source, config.actor, config.name)
+            return await play(engine, seed)
 
     ledger = WeightLedger(config.buffer)
     try:
         async with Engine(ledger, chat.vocab_size, config.actor.patience_seconds) as engine:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(play(engine, seed)) for seed in range(episodes)]
+                tasks = [group.create_task(wait_and_play(engine, seed)) for seed in range(episodes)]
     finally:
         await close_shared_pools()
     return summary([task.result() for task in tasks])
@@ -58,7 +70,7 @@ def summary(played: list[tuple[Outcome, Trajectory]]) -> dict[str, Any]:
         "mean_reward": sum(outcome.reward for outcome in outcomes) / n,
         "version": max(int(trace.versions.max()) for _, trajectory in played for trace in trajectory.traces),
         "turns": turns / n,
-        "invalid": sum(outcome.malformed for outcome in outcomes) / turns,
+        "invalid": sum(outcome.malformed for outcome in outcomes) / max(turns, 1),
         "transcripts": [as_record(trajectory) for _, trajectory in played[:TRANSCRIPTS]],
     }
 

@@ -98,6 +98,8 @@ class Worker:
         impatient = config.buffer.model_copy(update={"patience_seconds": REDIS_SECONDS})
         self._buffer = ReplayBuffer(impatient)
         self._mixture = Mixture(config.sources)
+        for source in config.sources:  # an environment that does not exist is noticed before any work is leased
+            make_env(source.env, **source.kwargs)
         self._chat = Chat(config.model)
         self._engine = Engine(WeightLedger(impatient), self._chat.vocab_size, self._settings.patience_seconds)
         self._episodes: dict[asyncio.Task[None], Slot] = {}

@@ -1,12 +1,15 @@
 """One small model and one real SGLang server for all tests of the actors."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -105,9 +108,12 @@ def engine(engine_config: ActorConfig) -> Iterator[Process]:
     try:
         wait_for_engine(engine_config, process)
         yield process
+        # The end of the session is a test of its own: SGLang is killed, its server says so and leaves nothing.
         traces = Traces(process)
-        process.popen.terminate()
-        assert process.wait(5) == 0, str(process)
+        assert traces.ports and not traces.shared_memory and len(processes_of(traces.sglang)) >= 3
+        os.kill(traces.sglang, signal.SIGKILL)
+        assert process.wait(10) == 1
+        assert "SGLang ended with -9" in str(process) and "engine-0.log ends with" in str(process)
         assert not traces.left() and not WeightLedger(engine_config.buffer).engines()
     finally:
         process.end()
@@ -141,6 +147,11 @@ def wait_until(condition: Callable[[], object], seconds: float, what: object = "
         time.sleep(0.05)
 
 
+def last_line(config: ActorConfig, actor: str) -> dict[str, Any]:
+    """What an actor last reported."""
+    return json.loads((config.run_dir / "actors" / f"{actor}.jsonl").read_text().splitlines()[-1])
+
+
 def processes_of(session: int) -> list[str]:
     """Command names of the living processes of a session; zombies that nobody reaps do not count."""
     found = []
@@ -160,21 +171,26 @@ class Traces:
     """All that an engine server leaves on the machine while it lives."""
 
     def __init__(self, server: Process) -> None:
-        children = psutil.Process(server.popen.pid).children()
-        (self.sglang,) = [child.pid for child in children if "sglang_launch" in " ".join(child.cmdline())]
-        (self.scratch,) = [Path(child.cmdline()[-1]) for child in children if "argosy-janitor" in child.cmdline()]
-        (janitor,) = [child.pid for child in children if "argosy-janitor" in child.cmdline()]
-        self.sessions = self.sglang, janitor
-        self.port = next(c.laddr.port for c in psutil.Process(self.sglang).net_connections() if c.status == "LISTEN")
-        assert self.scratch.parent == Path(tempfile.gettempdir()) and any(self.scratch.iterdir())
-        assert len(processes_of(self.sglang)) >= 3  # server, scheduler, detokenizer
+        self._server = psutil.Process(server.popen.pid)
+        wait_until(lambda: self._child("sglang_launch") and self._child("argosy-janitor"), 20, server)
+        self.sglang, janitor = self._child("sglang_launch")[0].pid, self._child("argosy-janitor")[0]
+        self.sessions = self.sglang, janitor.pid
+        self.scratch = Path(janitor.cmdline()[-1])
+        assert self.scratch.parent == Path(tempfile.gettempdir()) and self.scratch.exists()
+        self.ports = {c.laddr.port for c in psutil.net_connections() if c.status == "LISTEN" and self._owns(c.pid)}
         self.shared_memory = shared_memory(self.sglang)
 
     def left(self) -> list[object]:
-        listening = [c for c in psutil.net_connections() if c.status == "LISTEN" and c.laddr.port == self.port]
+        listening = [c for c in psutil.net_connections() if c.status == "LISTEN" and c.laddr.port in self.ports]
         processes = [name for session in self.sessions for name in processes_of(session)]
         files = [path for path in [self.scratch, *self.shared_memory] if path.exists()]
         return [*processes, *files, *listening]
+
+    def _child(self, word: str) -> list[psutil.Process]:
+        return [child for child in self._server.children() if any(word in part for part in child.cmdline())]
+
+    def _owns(self, pid: int | None) -> bool:
+        return pid is not None and psutil.pid_exists(pid) and os.getsid(pid) == self.sglang
 
 
 def shared_memory(session: int) -> list[Path]:

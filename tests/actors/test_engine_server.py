@@ -1,6 +1,5 @@
 """The engine server's life: it starts with a reason to fail, dies with its SGLang, and leaves nothing behind."""
 
-import os
 import signal
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import psutil
 import pytest
 from argosy.actors.settings import ActorConfig
 from argosy.buffer import BufferSettings, ReplayBuffer, WeightLedger
-from conftest import Traces, wait_for_engine, wait_until
+from conftest import Traces, last_line, processes_of, wait_for_engine, wait_until
 
 
 @pytest.fixture
@@ -26,38 +25,40 @@ def own(model: Path, run_name: str, redis_url: str, tmp_path: Path) -> ActorConf
 
 
 @pytest.mark.timeout(240)
-def test_an_engine_dies_during_episodes_and_none_is_lost(own, start):
-    """SGLang is killed, the server says so and leaves nothing; started again it carries on; then the server is killed."""
+def test_an_engine_dies_during_episodes_and_none_is_lost(own, engine, engine_config, start):
+    """The server gets SIGKILL and nothing of it is left; episodes wait for another engine and go on where they were."""
     server = start("engine", own)
     wait_for_engine(own, server)
     worker = start("worker", own.model_copy(update={"name": "actor-0"}))
-    buffer = ReplayBuffer(own.buffer)
+    buffer, ledger = ReplayBuffer(own.buffer), WeightLedger(own.buffer)
     wait_until(lambda: buffer.ledger().live.get("ready", 0) >= 8, 60, worker)
 
     traces = Traces(server)
-    assert not traces.shared_memory
-    os.kill(traces.sglang, signal.SIGKILL)
-    assert server.wait(10) == 1
-    assert "SGLang ended with -9" in str(server) and "engine-0.log ends with" in str(server)
-    wait_until(lambda: not traces.left(), 5, traces.left())
-    assert not WeightLedger(own.buffer).engines()
-    stalled = buffer.ledger().live.get("ready", 0)
-
-    server = start("engine", own)
-    wait_for_engine(own, server)
-    wait_until(lambda: buffer.ledger().live.get("ready", 0) >= stalled + 16, 60, worker)
-    ledger = buffer.ledger()
-    assert ledger.balanced and not ledger.dropped
-    worker.popen.send_signal(signal.SIGTERM)
-    assert worker.wait(10) == 0, str(worker)
-    ledger = buffer.ledger()
-    assert ledger.balanced and not ledger.live.get("leased")
-    assert all("released" not in line for line in str(worker).splitlines())
-
-    traces = Traces(server)
+    assert len(processes_of(traces.sglang)) >= 3 and traces.ports
     server.popen.send_signal(signal.SIGKILL)
     server.wait(5)
     wait_until(lambda: not traces.left(), 5, traces.left())
+    wait_until(lambda: "engine engine-0 failed in request" in str(worker), 10, worker)
+    waiting = buffer.ledger()
+    assert waiting.balanced and waiting.live["leased"] == own.actor.concurrency
+
+    ledger.register_engine("engine-1", WeightLedger(engine_config.buffer).engines()["engine-0"].url, ttl=100)
+    wait_until(lambda: buffer.ledger().live.get("ready", 0) >= waiting.live["ready"] + 16, 60, worker)
+    worker.popen.send_signal(signal.SIGTERM)
+    assert worker.wait(10) == 0, str(worker)
+    done = buffer.ledger()
+    assert done.balanced and not done.dropped and not done.live.get("leased")
+    assert last_line(own, "actor-0")["failed"] == last_line(own, "actor-0")["late"] == 0
+
+
+@pytest.mark.timeout(60)
+def test_sigterm_ends_a_starting_engine_and_leaves_nothing(own, start):
+    server = start("engine", own)
+    traces = Traces(server)
+    wait_until(lambda: len(processes_of(traces.sglang)) >= 3 or any(traces.scratch.iterdir()), 40, server)
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.wait(5) == 0, str(server)
+    assert not traces.left() and not WeightLedger(own.buffer).engines()
 
 
 @pytest.mark.timeout(60)

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import json
 import signal
 import subprocess
 import time
@@ -12,7 +11,7 @@ from argosy.actors.errors import TooManyFailures
 from argosy.actors.settings import ActorConfig, TaskSource
 from argosy.actors.worker import Worker
 from argosy.buffer import Ledger, ReplayBuffer, Trajectory, WeightLedger
-from conftest import wait_until
+from conftest import last_line, wait_until
 
 
 def run_worker(config: ActorConfig, seconds: float) -> Worker:
@@ -36,10 +35,6 @@ def ledger_of(config: ActorConfig) -> Ledger:
     return ReplayBuffer(config.buffer).ledger()
 
 
-def last_line(config: ActorConfig) -> dict:
-    return json.loads((config.run_dir / "actors" / f"{config.name}.jsonl").read_text().splitlines()[-1])
-
-
 def ready(config: ActorConfig) -> list[Trajectory]:
     """Every trajectory that came home, as a learner with batches of one would get them."""
     buffer = ReplayBuffer(config.buffer.model_copy(update={"batch_size": 1}))
@@ -61,7 +56,7 @@ def test_episodes_land_in_the_buffer(config):
         assert trajectory.sampling == {"temperature": 1.0}
         assert {turn.role for turn in trajectory.traces[0].turns} >= {"system", "user", "assistant"}
         assert trajectory.n_sampled > 0 and trajectory.timing["total"] > 0
-    line = last_line(config)
+    line = last_line(config, config.name)
     assert line["episodes"] == worker.counters.episodes and line["engine_tokens"] > line["sampled_tokens"] > 0
 
 
@@ -92,6 +87,13 @@ def test_a_worker_stops_when_nothing_but_failures_comes(config, monkeypatch):
     assert ledger_of(config).balanced
 
 
+def test_an_environment_that_does_not_exist_is_named_before_anything_is_leased(config, start):
+    worker = start("worker", changed(config, env="arena:Gess"))
+    assert worker.wait(30) == 1
+    assert str(worker).strip().endswith("module 'arena' has no 'Gess'")
+    assert ledger_of(config).created == 0
+
+
 def test_an_episode_over_its_deadline_is_truncated_and_graded(config):
     run_worker(changed(config, env="arena:Hanging", episode_seconds=1.0), 2.2)
     trajectories = ready(config)
@@ -104,14 +106,14 @@ def test_an_episode_over_its_deadline_is_truncated_and_graded(config):
 @pytest.mark.timeout(60)
 def test_a_worker_that_lost_its_leases_drops_the_episodes(config, start):
     """It stands still until another has taken its attempts over; when it wakes up nothing is counted twice."""
-    slow = changed(config, kwargs={"pause": 3.0})
+    slow = changed(config, kwargs={"pause": 3.0}, drain_seconds=1)
     worker = start("worker", slow)
     wait_until(lambda: ledger_of(slow).live.get("leased", 0) == 4, 30, worker)
     worker.popen.send_signal(signal.SIGSTOP)
     other, taken = ReplayBuffer(slow.buffer), []
     wait_until(lambda: taken.extend(other.lease("other", 4 - len(taken))) or len(taken) == 4, 20, ledger_of(slow))
     worker.popen.send_signal(signal.SIGCONT)
-    wait_until(lambda: last_line(slow)["late"] == 4, 10, worker)
+    wait_until(lambda: last_line(slow, slow.name)["late"] == 4, 10, worker)
     assert len(other.heartbeat(taken)) == 4  # the sleeper touched none of them
     assert ledger_of(slow).balanced
 
@@ -197,3 +199,11 @@ def test_a_redis_restart_loses_nothing(config, tmp_path):
     finally:
         server.kill()
         server.wait()
+
+
+def test_an_opening_that_fills_the_context_is_an_error_and_no_episode(config, monkeypatch):
+    monkeypatch.setattr("argosy.actors.worker.FAILURES_IN_A_ROW", 4)
+    tight = changed(config, context_tokens=10)
+    with pytest.raises(TooManyFailures):
+        run_worker(tight, 20)
+    assert not ledger_of(tight).live.get("ready")
