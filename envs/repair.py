@@ -30,7 +30,7 @@ OPERATORS: dict[str, Callable[[int, int], int]] = {
 CONSTANTS = range(2, 100)
 EXAMPLES = (0, 1)  # what run_tests shows: f(0) tells the operator, f(1) the constant
 HIDDEN = (2, 3, 5, 17, -4)
-TURNS_PER_FUNCTION = 5
+TURNS_PER_FUNCTION = 6
 SANDBOXES = 2  # a run takes milliseconds, so a few serve many episodes
 
 
@@ -80,15 +80,15 @@ class Repair(ToolEnv):
         self.level, self.split = level, split
         self.max_turns = TURNS_PER_FUNCTION * len(self._places())
         self.files: dict[str, str] = {}
-        self._functions: list[Function] = []
+        self.functions: list[Function] = []
 
     system = "Repair the code."
 
     def setup(self, seed: int, options: dict[str, Any]) -> str:
         rng = random.Random(f"{self.split} {self.level} {seed}")
-        self._functions = [_function(rng, *place, held_out=self.split == "held_out") for place in self._places()]
-        self.files = {function.file: "" for function in self._functions}
-        for function in self._functions:
+        self.functions = [_function(rng, *place, held_out=self.split == "held_out") for place in self._places()]
+        self.files = {function.file: "" for function in self.functions}
+        for function in self.functions:
             self.files[function.file] += function.source
         return self._opening()
 
@@ -96,7 +96,7 @@ class Repair(ToolEnv):
     async def run_tests(self) -> str:
         """Run the examples; shows those of the functions that fail."""
         report = []
-        for function in self._functions:
+        for function in self.functions:
             outcomes = await self._values(function, EXAMPLES)
             if any(outcome.error is not None for outcome in outcomes):
                 return f"{function.name}: {next(outcome.error for outcome in outcomes if outcome.error)}"
@@ -131,10 +131,10 @@ class Repair(ToolEnv):
 
     async def grade(self) -> Grade:
         passed = 0
-        for function in self._functions:
+        for function in self.functions:
             outcomes = await self._values(function, HIDDEN)
             passed += all(o.error is None and o.value == function.wanted(x) for x, o in zip(HIDDEN, outcomes))
-        return Grade(float(passed == len(self._functions)), {"functions": passed / len(self._functions)})
+        return Grade(float(passed == len(self.functions)), {"functions": passed / len(self.functions)})
 
     def expert(self, rng: random.Random) -> "Expert":
         return Expert(self, rng)
@@ -142,7 +142,7 @@ class Repair(ToolEnv):
     def bug(self, shown: str) -> tuple[Function, int] | None:
         """The function that the first failing example names, and the line of its formula. For the expert only."""
         named = re.match(r"(\w+)\(", shown)
-        for function in self._functions:
+        for function in self.functions:
             if named and named[1] == function.name:
                 lines = self.files[function.file].splitlines()
                 return function, lines.index(f"def {function.name}(x):") + 2

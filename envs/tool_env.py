@@ -83,12 +83,13 @@ class ToolEnv(gymnasium.Env[str, str]):
     observation_space: gymnasium.Space[str] = AnyText(_LONGEST_TEXT)
     action_space: gymnasium.Space[str] = AnyText(_LONGEST_TEXT)
 
-    _turns = 0
-    _running = False
-    _finished = False
-    _turn_reward = 0.0
-    _grade: Grade | None = None
-    _runner: asyncio.Runner | None = None
+    # Mangled names: a user's own `_run` or `_turns` must not collide with ours.
+    __turns = 0
+    __running = False
+    __finished = False
+    __turn_reward = 0.0
+    __grade: Grade | None = None
+    __runner: asyncio.Runner | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -107,7 +108,7 @@ class ToolEnv(gymnasium.Env[str, str]):
 
     def reply(self, content: str) -> str | Awaitable[str]:
         """Answer a turn without a tool call; the default asks for one. Call `self.finish()` to accept it as the end."""
-        return f"Error: no tool call found. {self._offer()}"
+        return f"Error: no tool call found. {self.__offer()}"
 
     def close_episode(self) -> Awaitable[None] | None:
         """Give back what `setup` took."""
@@ -121,11 +122,11 @@ class ToolEnv(gymnasium.Env[str, str]):
 
     def finish(self) -> None:
         """End the episode after the current tool."""
-        self._finished = True
+        self.__finished = True
 
     def add_reward(self, value: float) -> None:
         """Reward the current turn, besides the final grade."""
-        self._turn_reward += value
+        self.__turn_reward += value
 
     # What the episode loop calls.
 
@@ -140,88 +141,88 @@ class ToolEnv(gymnasium.Env[str, str]):
         super().reset(seed=seed)
         if seed is None:
             seed = int(self.np_random.integers(2**31))
-        self._turns, self._finished, self._grade, self._running = 0, False, None, True
+        self.__turns, self.__finished, self.__grade, self.__running = 0, False, None, True
         opening = await _resolve(self.setup(seed, dict(options or {})))
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": opening}]
 
     async def act(self, calls: Sequence[ToolCall] | None, content: str = "", error: str | None = None) -> Step:
         """One turn of the model: its tool calls in order, its text, or the `error` that kept it from being parsed."""
-        if not self._running or self._finished or self._turns >= self.max_turns:
+        if not self.__running or self.__finished or self.__turns >= self.max_turns:
             raise RuntimeError("the episode is over or was never started: call start() first")
-        self._turns, self._turn_reward = self._turns + 1, 0.0
+        self.__turns, self.__turn_reward = self.__turns + 1, 0.0
         messages: list[Message] = []
         if error is not None:
             messages.append({"role": "tool", "content": f"Error: {error}"})
         elif not calls:
             messages.append({"role": "user", "content": await _resolve(self.reply(content))})
         for call in calls or () if error is None else ():
-            messages.append({"role": "tool", "name": call.name, "content": await self._run(call)})
-            if self._finished:
+            messages.append({"role": "tool", "name": call.name, "content": await self.__run(call)})
+            if self.__finished:
                 break
-        truncated = not self._finished and self._turns >= self.max_turns
-        return Step(messages, self._finished or truncated, self._turn_reward, truncated)
+        truncated = not self.__finished and self.__turns >= self.max_turns
+        return Step(messages, self.__finished or truncated, self.__turn_reward, truncated)
 
     async def score(self) -> Grade:
         """The grade, computed once per episode; `InvalidGrade` when `grade` gave something else."""
-        if self._grade is None:
+        if self.__grade is None:
             grade = await _resolve(self.grade())
             if not isinstance(grade, Grade):
                 raise InvalidGrade(f"{type(self).__name__}.grade() must return a Grade, not {grade!r}")
-            self._grade = grade
-        return self._grade
+            self.__grade = grade
+        return self.__grade
 
     async def stop(self) -> None:
         """End the episode and give back what it held; safe to call at any time and twice."""
-        if self._running:
-            self._running = False
+        if self.__running:
+            self.__running = False
             await _resolve(self.close_episode())
 
-    async def _run(self, call: ToolCall) -> str:
+    async def __run(self, call: ToolCall) -> str:
         tool = self.tools.get(call.name)
         if tool is None:
-            return f"Error: no tool {call.name!r}. {self._offer()}"
+            return f"Error: no tool {call.name!r}. {self.__offer()}"
         try:
             arguments = tool.bind(call.arguments)
             return as_text(await _resolve(tool.function(self, **arguments)))
         except ToolError as error:
             return f"Error: {error}"
 
-    def _offer(self) -> str:
+    def __offer(self) -> str:
         return "Tools: " + ", ".join(tool.signature for tool in self.tools.values())
 
     # The same episode, stepped by hand.
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        messages = self._wait(self.start(seed, options))
+        messages = self.__wait(self.start(seed, options))
         return _join(messages), {"messages": messages, "tools": self.tool_schemas()}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """`action` is `{"name": ..., "arguments": {...}}` or a list of those as JSON; other text is plain content."""
         calls = parse_action(action)
-        step = self._wait(self.act(calls, action))
+        step = self.__wait(self.act(calls, action))
         reward, info = step.reward, dict[str, Any](messages=step.messages)
         if step.done:
-            grade = self._wait(self.score())
+            grade = self.__wait(self.score())
             reward += grade.reward
             info["parts"] = dict(grade.parts)
         return _join(step.messages), reward, step.done and not step.truncated, step.truncated, info
 
     def close(self) -> None:
-        if self._runner is not None:
-            self._wait(self._close_all())
-            self._runner.close()
-            self._runner = None
+        if self.__runner is not None:
+            self.__wait(self.__close_all())
+            self.__runner.close()
+            self.__runner = None
 
-    async def _close_all(self) -> None:
+    async def __close_all(self) -> None:
         await self.stop()
         await close_shared_pools()
 
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+    def __wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run in an event loop of this object's own, which its sandboxes stay bound to from call to call."""
-        if self._runner is None:
-            self._runner = asyncio.Runner()
-        return self._runner.run(work)
+        if self.__runner is None:
+            self.__runner = asyncio.Runner()
+        return self.__runner.run(work)
 
 
 def parse_action(action: str) -> list[ToolCall]:

@@ -199,3 +199,26 @@ def test_environments_by_name() -> None:
         make_env("argosy.envs:Env")
     with pytest.raises(UnknownEnvironment, match="not a ToolEnv"):
         make_env("builtins:dict")
+
+
+def test_names_a_user_chooses_do_not_collide_with_ours() -> None:
+    class Counting(ToolEnv):
+        _turns = _run = _grade = _finished = "mine"
+
+        def setup(self, seed: int, options: dict[str, Any]) -> str:
+            return "go"
+
+        @tool
+        def stop_here(self) -> str:
+            """End."""
+            self.finish()
+            return "bye"
+
+        def grade(self) -> Grade:
+            return Grade(1.0)
+
+    env = Counting()
+    env.reset(seed=0)
+    assert env.step('{"name": "stop_here", "arguments": {}}')[1:3] == (1.0, True)
+    assert (env._turns, env._run, env._grade, env._finished) == ("mine",) * 4
+    env.close()
