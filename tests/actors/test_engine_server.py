@@ -1,6 +1,7 @@
 """The engine server's life: it starts with a reason to fail, dies with its SGLang, and leaves nothing behind."""
 
 import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -55,7 +56,7 @@ def test_an_engine_dies_during_episodes_and_none_is_lost(own, engine, engine_con
 def test_sigterm_ends_a_starting_engine_and_leaves_nothing(own, start):
     server = start("engine", own)
     traces = Traces(server)
-    wait_until(lambda: len(processes_of(traces.sglang)) >= 3 or any(traces.scratch.iterdir()), 40, server)
+    time.sleep(2)  # in the middle of its imports
     server.popen.send_signal(signal.SIGTERM)
     assert server.wait(5) == 0, str(server)
     assert not traces.left() and not WeightLedger(own.buffer).engines()
