@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.5  # how long to wait for the buffer's wake-up before looking again
 REPORT_SECONDS = 1.0
+RATE_SECONDS = 5.0  # episodes per second are counted over so long
 REDIS_SECONDS = 5.0  # patience of one call; the worker itself waits for Redis as long as it takes
 LONGEST_PAUSE_SECONDS = 5.0  # after failures in a row, which double the pause
 FAILURES_IN_A_ROW = 100
@@ -53,7 +54,7 @@ class Counters:
     """Episodes whose lease was lost: another worker has them, or they are dropped."""
     failures_in_a_row: int = 0
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=128))
-    ends: deque[float] = field(default_factory=lambda: deque(maxlen=128))
+    ends: deque[float] = field(default_factory=lambda: deque(maxlen=2000))  # more than RATE_SECONDS ever see
 
     def count(self, outcome: Outcome, transcript: Transcript) -> None:
         self.failures_in_a_row = 0
@@ -64,13 +65,13 @@ class Counters:
         self.ends.append(time.monotonic())
 
     def line(self, running: int) -> dict[str, Any]:
-        recent = [end for end in self.ends if end > time.monotonic() - 5]
+        recent = [end for end in self.ends if end > time.monotonic() - RATE_SECONDS]
         return {
             "time": time.time(),
             "episodes": self.episodes,
             "running": running,
             "success": sum(self.rewards) / len(self.rewards) if self.rewards else None,
-            "episodes_per_second": len(recent) / 5,
+            "episodes_per_second": len(recent) / RATE_SECONDS,
             "sampled_tokens": self.sampled_tokens,
             "engine_tokens": self.engine_tokens,
             "failed": self.failed,
