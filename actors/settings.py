@@ -31,7 +31,7 @@ class EngineSettings(Settings):
     """Size of the engine's KV cache, in tokens, over all requests."""
     max_running_requests: Annotated[int, Field(ge=1)] = 32
     """Requests the engine decodes together."""
-    start_seconds: Annotated[float, Field(gt=0)] = 90
+    start_seconds: Annotated[float, Field(gt=0)] = 240
     """How long a starting engine may take until it is healthy."""
     update_seconds: Annotated[float, Field(gt=0)] = 60
     """How long one call of a weight update may take."""

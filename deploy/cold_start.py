@@ -57,7 +57,6 @@ async def demonstrate(recipe: Recipe, paths: RunPaths, run: Run) -> None:
 def _scratch(scratch: ScratchModel, corpus: Path, out: Path, paths: RunPaths) -> Process:
     sizes = {
         "vocab": scratch.vocabulary,
-        "digits": scratch.digits,
         "hidden": scratch.hidden,
         "layers": scratch.layers,
         "heads": scratch.heads,

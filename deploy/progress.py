@@ -15,6 +15,7 @@ from .paths import RunPaths
 
 Record = dict[str, Any]
 STAGES = ("supervised", "value", "policy")
+ALARM_STEPS = 3
 
 
 class Tail:
@@ -87,6 +88,16 @@ class Progress:
     def latest(self) -> Record:
         """The learner's newest record, {} before the first."""
         return max((record for records in self.steps.values() for record in records.values()), key=_time, default={})
+
+    def alarms(self) -> list[Record]:
+        """The newest step's alarms, without those that its predecessors did not raise: one batch is no trend."""
+        newest = self.series("policy")[-ALARM_STEPS:]
+        raised = [{alarm["name"] for alarm in record["alarms"]} for record in newest]
+        return (
+            [alarm for alarm in newest[-1]["alarms"] if all(alarm["name"] in names for names in raised)]
+            if newest
+            else []
+        )
 
     def total(self, key: str) -> float:
         """A number of the learner's records, added up over all steps."""

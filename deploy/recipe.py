@@ -34,8 +34,6 @@ class ScratchModel(Part):
 
     vocabulary: int = Field(default=512, ge=263)
     """Size of the tokenizer, in tokens."""
-    digits: int = Field(default=1, ge=1)
-    """Longest run of digits in one token."""
     hidden: int = Field(default=96, ge=8)
     """Width of the model."""
     layers: int = Field(default=2, ge=1)

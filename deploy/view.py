@@ -68,6 +68,8 @@ async def watch(supervisor: "Supervisor", console: Console | None = None) -> Non
 
 
 class Screen:
+    """One view of one run."""
+
     def __init__(self, supervisor: "Supervisor", console: Console) -> None:
         self._supervisor, self._console = supervisor, console
         self._recipe: Recipe = supervisor.recipe
@@ -187,7 +189,7 @@ class Screen:
     def _warnings(self) -> Sequence[str]:
         recently = time.time() - RESTART_SECONDS
         restarts = [note for note in self.progress.journal if note["event"] == "restarted" and note["time"] > recently]
-        alarms = self.progress.latest().get("alarms", ())
+        alarms = self.progress.alarms() if self._supervisor.stage == "training" else []
         return [
             *("{process} ended with {reason} and was started again".format(**note) for note in restarts),
             *("{name} is {value:.3g}, limit {limit:.3g}: {hint}".format(**alarm) for alarm in alarms),

@@ -191,7 +191,7 @@ class Expert:
     slips = 0.03
     tests_first = 0.75
     verifies = 0.5
-    retries = 0.6
+    retries = 0.8
 
     def __init__(self, env: Repair, rng: random.Random):
         self._env, self._rng = env, rng

@@ -35,4 +35,13 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = 1
+    try:
+        code = main()
+    except Exception:
+        logging.exception("the learner ends")
+    finally:
+        logging.shutdown()
+        sys.stdout.flush()
+        # Not sys.exit: Triton's bindings would bury the reason under hundreds of lines about leaked functions.
+        os._exit(code)

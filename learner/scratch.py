@@ -66,12 +66,11 @@ CHAT_TEMPLATE = """\
 """
 
 
-def make_tokenizer(texts: Iterable[str], vocab: int = 384, digits: int = 1) -> PreTrainedTokenizerFast:
+def make_tokenizer(texts: Iterable[str], vocab: int = 384) -> PreTrainedTokenizerFast:
     """Trains a byte-level BPE tokenizer of at most `vocab` tokens (at least 263: every byte and the special tokens).
 
-    A token holds at most `digits` digits: one spells numbers the model has not seen like those it has, more make a
-    number that is copied a single decision. Merges run over whole lines otherwise: in a narrow task family a frequent
-    tool call becomes a handful of tokens.
+    Digits stay single, so that numbers the model has not seen are spelt like those it has. Merges run over whole
+    lines otherwise: in a narrow task family a frequent tool call becomes a handful of tokens.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab < len(alphabet) + len(SPECIAL_TOKENS):
@@ -80,7 +79,7 @@ def make_tokenizer(texts: Iterable[str], vocab: int = 384, digits: int = 1) -> P
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex("\n"), behavior="merged_with_previous"),
-            pre_tokenizers.Split(Regex(rf"\d{{1,{digits}}}"), behavior="isolated"),
+            pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -106,7 +105,6 @@ def make_model(
     texts: Iterable[str],
     *,
     vocab: int = 384,
-    digits: int = 1,
     hidden: int = 96,
     layers: int = 2,
     heads: int = 4,
@@ -125,7 +123,7 @@ def make_model(
     class takes six seconds.
     """
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer(texts, vocab, digits)
+    tokenizer = make_tokenizer(texts, vocab)
     tokenizer.save_pretrained(out)
     config = Qwen3Config(
         vocab_size=-(-len(tokenizer) // 16) * 16,

@@ -42,7 +42,7 @@ class ValueSettings(_Settings):
     batches: int = Field(gt=0)
     """Batches of the unchanged policy to claim before the first policy step."""
     updates: int = Field(default=8, gt=0)
-    """Critic updates after each of these batches, each on one batch drawn from all that were claimed so far."""
+    """Critic updates per batch, on average; each is on one batch drawn from all that were claimed so far."""
 
 
 class StopSettings(_Settings):

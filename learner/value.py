@@ -11,6 +11,7 @@ from . import critic, metrics
 from .advantages import targets
 from .packing import flatten
 from .run import Run
+from .settings import ValueSettings
 
 
 def pretrain(run: Run) -> bool:
@@ -32,7 +33,7 @@ def pretrain(run: Run) -> bool:
         explained = metrics.explained_variance(values[fresh.actions], returns)
         pool += claim.trajectories
         generator = np.random.default_rng([run.settings.seed, claim.step])
-        for _ in range(settings.updates):
+        for _ in range(updates_after(progress.step, settings)):
             chosen = generator.choice(len(pool), len(claim.trajectories), replace=False)
             batch = flatten([pool[index] for index in chosen])
             update = critic.learn(run.critic, batch, run.settings, updates=1).updates[-1]
@@ -51,3 +52,10 @@ def pretrain(run: Run) -> bool:
             **metrics.contents(fresh),
         )
     return True
+
+
+def updates_after(batch: int, settings: ValueSettings) -> int:
+    """Updates after the batch of this index, rising with the pool: a pool of few episodes would be learned by heart."""
+    done, total = batch * (batch + 1), settings.batches * (settings.batches + 1)
+    begun, ended = (settings.batches * settings.updates * part // total for part in (done, done + 2 * (batch + 1)))
+    return max(1, ended - begun)
