@@ -2,7 +2,7 @@
 
 Invariant: what a function should compute never enters a sandbox, nor the agent's workspace: sandboxes get code and
 arguments and give values back, and the comparison happens here. A fifth of all correct functions (`split="held_out"`,
-chosen by a hash) never occurs in training, neither as what is wanted nor as a demonstration.
+chosen by a hash) never occurs in training: not as what is wanted, not as a bug, not in a demonstration.
 
 Levels: 1 is one function in one file with a wrong operator or constant; 2 is two functions in one file, each with a
 bug; 3 is the same in two files that have to be read first.
@@ -30,7 +30,7 @@ OPERATORS: dict[str, Callable[[int, int], int]] = {
 CONSTANTS = range(2, 100)
 EXAMPLES = (0, 1)  # what run_tests shows: f(0) tells the operator, f(1) the constant
 HIDDEN = (2, 3, 5, 17, -4)
-TURNS_PER_FUNCTION = 6
+TURNS_PER_FUNCTION = 8  # three repairs, each looked at
 SANDBOXES = 2  # a run takes milliseconds, so a few serve many episodes
 
 
@@ -190,8 +190,8 @@ class Expert:
     skill = 0.3
     slips = 0.03
     tests_first = 0.75
-    verifies = 0.5
-    retries = 0.8
+    verifies = 0.8
+    retries = 0.9
 
     def __init__(self, env: Repair, rng: random.Random):
         self._env, self._rng = env, rng
@@ -220,7 +220,7 @@ class Expert:
         numbers = [int(n) for row in first for n in re.findall(r"\d+", row.partition(" is ")[2]) if int(n) > 1]
         formula = function.wanted
         if not self._maybe(self.skill):
-            formula = Formula(self._rng.choice(list(OPERATORS)), self._rng.choice(numbers or CONSTANTS))
+            formula = self._formula(numbers or CONSTANTS)
         self._edited = True
         return _call("edit", file=function.file, line=line, text=str(formula))
 
@@ -229,8 +229,13 @@ class Expert:
             return _call("submit")
         function, line = self._env.bug("f(") or (None, 0)
         assert function is not None
-        formula = Formula(self._rng.choice(list(OPERATORS)), self._rng.choice(CONSTANTS))
-        return _call("edit", file=function.file, line=line, text=str(formula))
+        return _call("edit", file=function.file, line=line, text=str(self._formula(CONSTANTS)))
+
+    def _formula(self, constants: Sequence[int]) -> Formula:
+        """A wild one, but in training never one that is held out: not even as a mistake."""
+        every = [Formula(operator, constant) for operator in OPERATORS for constant in constants]
+        allowed = [formula for formula in every if self._env.split == "held_out" or not formula.held_out]
+        return self._rng.choice(allowed) if allowed else self._formula(CONSTANTS)
 
     def _maybe(self, chance: float) -> bool:
         return self._rng.random() < chance
@@ -250,5 +255,5 @@ def _function(rng: random.Random, name: str, file: str, held_out: bool) -> Funct
             broken = Formula(wanted.operator, rng.choice(CONSTANTS))
         else:
             broken = Formula(rng.choice(list(OPERATORS)), wanted.constant)
-        if broken != wanted:
+        if broken != wanted and (held_out or not broken.held_out):
             return Function(name, file, wanted, broken)
