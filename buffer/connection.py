@@ -16,10 +16,10 @@ from urllib.parse import urlsplit, urlunsplit
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, AuthorizationError, OutOfMemoryError
+from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, OutOfMemoryError
 from redis.retry import Retry
 
-from .errors import RedisUnavailable
+from .errors import RedisRefused, RedisUnavailable
 from .settings import BufferSettings
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ SOCKET_SECONDS = 15.0
 LONGEST_BLOCK_SECONDS = 10.0  # a blocking read must end before its socket times out
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 1.0
 WARN_EVERY_SECONDS = 5.0
+REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
 
 T = TypeVar("T")
 
@@ -37,7 +38,7 @@ class Connection:
 
     def __init__(self, settings: BufferSettings, on_restart: Callable[[], None] = lambda: None) -> None:
         self._patience = settings.patience_seconds
-        self._where = _without_password(settings.url)
+        self.where = _without_password(settings.url)
         self._on_restart = on_restart
         self.run_id = ""  # of the Redis behind; unknown before the first call
         self._restarted = False
@@ -60,6 +61,8 @@ class Connection:
             try:
                 self._repair()
                 return operation(self._client)
+            except REFUSALS as error:
+                raise RedisRefused(f"Redis at {self.where}: {error}; check the user and password in its url") from error
             except redis.RedisError as error:
                 reason = _passing_reason(error)
                 if reason is None:
@@ -67,11 +70,11 @@ class Connection:
                 now = time.monotonic()
                 if now > deadline:
                     raise RedisUnavailable(
-                        f"{what}: Redis at {self._where} {reason} for {self._patience:g} s ({error}). "
+                        f"{what}: Redis at {self.where} {reason} for {self._patience:g} s ({error}). "
                         "Check that redis-server runs there, that its disk and maxmemory have room, and the network."
                     ) from error
                 if now > warned + WARN_EVERY_SECONDS and not self._restarted:
-                    log.warning("%s waits: Redis at %s %s (%s)", what, self._where, reason, error)
+                    log.warning("%s waits: Redis at %s %s (%s)", what, self.where, reason, error)
                     warned = now
                 time.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
@@ -115,7 +118,7 @@ class Connection:
         with self._repair_lock:  # other threads wait here; reentrant, as on_restart calls Redis through this object
             if self._restarted:
                 self._restarted = False
-                log.warning("Redis at %s was restarted", self._where)
+                log.warning("Redis at %s was restarted", self.where)
                 try:
                     self._on_restart()
                 except BaseException:
@@ -128,8 +131,6 @@ def _passing_reason(error: redis.RedisError) -> str | None:
     text = str(error)
     if isinstance(error, redis.BusyLoadingError):
         return "is loading its file"
-    if isinstance(error, AuthenticationError | AuthorizationError):
-        return None
     if isinstance(error, redis.ConnectionError | redis.TimeoutError):
         return "does not answer"
     if isinstance(error, OutOfMemoryError) or "OOM command" in text:  # the text: out of a script, before Redis 7

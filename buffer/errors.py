@@ -3,6 +3,8 @@
 BufferError
 ├── InsecureRedis          a remote Redis without TLS or password, and nobody insisted (also a ValueError)
 ├── RedisUnavailable       Redis did not serve a call before its deadline, after retries
+├── RedisRefused           Redis does not know the user or the password of the url
+├── RunTaken               the run's keys in Redis belong to another run of the same name
 ├── StepCommitted          a learner asked for a step that a durable checkpoint already holds: two learners, one run
 ├── VersionNotNewer        weights published under a version that is not above the newest one
 ├── PayloadLost            attempts whose payload is not in Redis: restart the learner, it rewinds and they run again
@@ -24,6 +26,14 @@ class InsecureRedis(BufferError, ValueError):
 
 
 class RedisUnavailable(BufferError):
+    pass
+
+
+class RedisRefused(BufferError):
+    pass
+
+
+class RunTaken(BufferError):
     pass
 
 

@@ -23,6 +23,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.resources import files
 from typing import Any, Literal
 
@@ -30,13 +31,14 @@ import redis
 
 from .codec import pack, unpack
 from .connection import Connection
-from .errors import CodecError, PayloadLost, StepCommitted
+from .errors import CodecError, PayloadLost, RunTaken, StepCommitted
 from .settings import BufferSettings
 from .trajectory import Task, Trajectory
 
 log = logging.getLogger(__name__)
 
 READ_TOGETHER = 64  # payloads in one MGET
+FORGET_TOGETHER = 1000  # keys in one UNLINK
 UNCOUNTED_SECONDS = 3600  # a payload whose worker died between sending it and having it counted
 PARTIAL_SECONDS = 24 * 3600
 
@@ -94,6 +96,29 @@ class ReplayBuffer:
         self._prefix = f"{{{settings.run}}}:"
         self._rules = (settings.eta, settings.batch_size, int(settings.lease_seconds * 1000), settings.max_tries)
         self._heard = "0-0"
+
+    # The run as a whole
+
+    def claim_run(self, identity: str) -> None:
+        """Makes the run's keys those of `identity`; RunTaken if they are somebody else's of the same name."""
+        name = f"{self._prefix}identity"
+        self._connection.call("claim_run", lambda r: r.set(name, identity, nx=True))
+        owner: Any = self._connection.call("claim_run", lambda r: r.get(name))
+        if owner is not None and owner.decode() != identity:
+            raise RunTaken(
+                f"Redis at {self._connection.where} already holds another run {self._settings.run!r}: choose another "
+                "name=, or delete that run there and start over with --fresh"
+            )
+
+    def forget(self) -> None:
+        """Deletes everything of this run, in slices, because others may share this Redis."""
+        position = -1
+        while position != 0:
+            scan = partial(redis.Redis.scan, cursor=max(position, 0), match=f"{self._prefix}*", count=FORGET_TOGETHER)
+            answer: Any = self._connection.call("forget", scan)
+            position, names = answer
+            if names:
+                self._connection.call("forget", lambda r, names=names: r.unlink(*names))  # type: ignore[misc]
 
     # Admission
 

@@ -12,10 +12,10 @@ from .errors import InsecureRedis
 class BufferSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True)
 
-    run: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+    run: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
     """Name of the run; all its keys share the hash tag {run}, so several runs may share one Redis."""
     url: str
-    """Where Redis is: unix:///path.sock, redis://host:port or rediss://user:password@host:port (TLS)."""
+    """Where Redis is, percent-encoded: unix:///path.sock, redis://host:port, rediss://user:password@host:port (TLS)."""
     batch_size: Annotated[int, Field(ge=1)]
     """Groups in one learner step."""
     group_size: Annotated[int, Field(ge=1)] = 1
