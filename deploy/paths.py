@@ -5,6 +5,7 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 LONGEST_SOCKET_PATH = 100  # the kernel allows 107 bytes
 
@@ -51,6 +52,15 @@ class RunPaths:
         return Path(tempfile.gettempdir()) / f"argosy-{os.getuid()}-{digest}.sock"
 
     @property
+    def redis_url(self) -> str:
+        return f"unix://{quote(str(self.redis_socket))}"
+
+    @property
+    def identity(self) -> Path:
+        """What tells this run from others of its name, in a Redis that it may share with them."""
+        return self.root / "identity"
+
+    @property
     def metrics(self) -> Path:
         """One line per learner step."""
         return self.root / "metrics.jsonl"
@@ -81,3 +91,13 @@ class RunPaths:
     @property
     def report(self) -> Path:
         return self.root / "report.html"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The file has all of the text or does not appear, whatever happens meanwhile."""
+    draft = path.with_name(f"{path.name}.draft")
+    with draft.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)

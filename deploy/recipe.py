@@ -72,7 +72,7 @@ class Processes(Part):
 
 
 class Recipe(Part):
-    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
     """Name of the run; its files are in runs/<name>."""
     model: ModelSettings
     """Where the policy comes from."""
@@ -132,7 +132,7 @@ def load(recipe: str, overrides: Sequence[str] = (), runs: Path = Path("runs")) 
     paths = RunPaths((runs / str(name)).resolve())
     for part, key, value in (
         ("buffer", "run", str(name)),
-        ("buffer", "url", f"unix://{paths.redis_socket}"),
+        ("buffer", "url", paths.redis_url),
         ("learner.supervised", "data", str(paths.demonstrations)),
     ):
         _default(data, part, key, value)
@@ -206,7 +206,11 @@ def _apply(data: dict[str, Any], override: str) -> None:
         place = place[_index(place, parent, key)] if isinstance(place, list) else place.setdefault(parent, {})
         if not isinstance(place, dict | list):
             raise RecipeError(f"{override!r}: {parent} holds a value, not more keys")
-    place[_index(place, last, key) if isinstance(place, list) else last] = yaml.load(text, Loader=_UniqueKeys)
+    try:
+        value = yaml.load(text, Loader=_UniqueKeys)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{override!r}: the value is not YAML: {error}") from None
+    place[_index(place, last, key) if isinstance(place, list) else last] = value
 
 
 def _index(place: list[Any], part: str, key: str) -> int:
@@ -227,8 +231,9 @@ def _default(data: dict[str, Any], part: str, key: str, value: str) -> None:
 def _check_environment(source: TaskSource) -> None:
     try:
         make_env(source.env, **source.kwargs)
-    except (EnvError, TypeError, ValueError) as error:
-        raise RecipeError(f"task source {source.name!r}: {error}") from None
+    except Exception as error:  # an environment is its author's code: anything may come out of it
+        problem = str(error) if isinstance(error, EnvError | TypeError | ValueError) else repr(error)
+        raise RecipeError(f"task source {source.name!r}: {problem}") from error
 
 
 def _explain(error: ValidationError, data: Mapping[str, Any]) -> Iterator[str]:
