@@ -6,7 +6,7 @@ import logging
 import shutil
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import asdict
 from typing import Annotated
 
@@ -18,7 +18,7 @@ from ..buffer import BufferError, Ledger, ReplayBuffer
 from .paths import RunPaths
 from .processes import RunFailed, redis_server
 from .recipe import Recipe, RecipeError, describe, load
-from .supervisor import Supervisor, locked
+from .supervisor import AlreadyRunning, Supervisor, locked
 from .view import results, watch
 
 app = typer.Typer(
@@ -67,18 +67,29 @@ def ledger(
 
 
 def _train(recipe: Recipe, paths: RunPaths, fresh: bool) -> None:
-    if fresh and paths.root.exists():
-        with locked(recipe.name, paths):
-            shutil.rmtree(paths.root)
-    paths.logs.mkdir(parents=True, exist_ok=True)
-    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(filename=paths.logs / "supervisor.log", format=line)
-    outcome = asyncio.run(Supervisor(recipe, paths, watch).run())
+    try:
+        if fresh:
+            _forget(recipe, paths)
+        paths.logs.mkdir(parents=True, exist_ok=True)
+        line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+        logging.basicConfig(filename=paths.logs / "supervisor.log", format=line)
+        supervisor = Supervisor(recipe, paths, watch)
+        outcome = asyncio.run(supervisor.run())
+    except OSError as error:  # a full disk does not say where it is
+        raise RunFailed(f"the run in {paths.root} cannot go on: {error}") from error
     if outcome == "interrupted":
-        Console(stderr=True).print(f"Interrupted; all is saved in {paths.root}. The same command goes on from here.")
+        learner = "all is saved" if supervisor.saved else "the learner was killed and goes on from its last checkpoint"
+        print(f"Interrupted; {learner} in {paths.root}. The same command goes on from here.", file=sys.stderr)
         sys.exit(INTERRUPTED)
     Console().print(results(paths, json.loads(paths.summary.read_text())))
     Console().print("This run is finished. To do it again from the start: --fresh", style="dim")
+
+
+def _forget(recipe: Recipe, paths: RunPaths) -> None:
+    with locked(recipe.name, paths):
+        if recipe.buffer.url != paths.redis_url:
+            ReplayBuffer(recipe.buffer).forget()
+        shutil.rmtree(paths.root)
 
 
 async def _ledger(recipe: Recipe, paths: RunPaths) -> Ledger:
@@ -89,17 +100,25 @@ async def _ledger(recipe: Recipe, paths: RunPaths) -> Ledger:
 @asynccontextmanager
 async def _redis_of(recipe: Recipe, paths: RunPaths) -> AsyncIterator[None]:
     """The run's Redis; one that rests is woken for the moment."""
-    if recipe.buffer.url != f"unix://{paths.redis_socket}" or paths.redis_socket.exists():
+    if recipe.buffer.url != paths.redis_url:
         yield
         return
     if not paths.redis.exists():
         raise RunFailed(f"there is no run in {paths.root}")
-    with locked(recipe.name, paths):
+    with ExitStack() as lock:
+        try:
+            lock.enter_context(locked(recipe.name, paths))
+        except AlreadyRunning:  # and so is its Redis
+            yield
+            return
+        paths.redis_socket.unlink(missing_ok=True)  # of one that was killed
         process = redis_server(paths.redis, paths.redis_socket, paths.logs / "redis.log")
         running = asyncio.create_task(process.run())
         try:
             while not paths.redis_socket.exists() and not running.done():
                 await asyncio.sleep(0.02)
+            if running.done():
+                raise RunFailed(f"Redis does not start. {process.last_words()}")
             yield
         finally:
             await process.stop(10)
@@ -126,7 +145,7 @@ def _ledger_table(ledger: Ledger) -> Table:
 def main() -> None:
     try:
         app()
-    except (RecipeError, RunFailed, BufferError) as error:
+    except (RecipeError, RunFailed, BufferError, OSError) as error:
         sys.exit(f"argosy: {error}")
 
 

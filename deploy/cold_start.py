@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from ..buffer import read_archive
-from .paths import RunPaths
+from .paths import RunPaths, write_whole
 from .processes import Process, python
 from .recipe import Recipe, ScratchModel
 
@@ -64,12 +64,12 @@ def _scratch(scratch: ScratchModel, corpus: Path, out: Path, paths: RunPaths) ->
     }
     arguments = [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
     command = ("argosy.learner.scratch", "--corpus", str(corpus), "--out", str(out), *arguments)
-    return python("model", *command, log=paths.logs / "model.log")
+    return python("model", *command, log=paths.logs / "model.log", may_end=True)
 
 
 def _demonstrate(recipe: Recipe, paths: RunPaths, model: Path, episodes: int, out: Path) -> Process:
     config = recipe.actor_config(paths, "expert").model_copy(update={"model": model})
     file = out.with_name(out.name + ".config.json")
-    file.write_text(config.model_dump_json())
+    write_whole(file, config.model_dump_json())
     command = ("argosy.actors", "demonstrate", str(file), "--episodes", str(episodes), "--out", str(out))
-    return python("demonstrations", *command, log=paths.logs / "demonstrations.log")
+    return python("demonstrations", *command, log=paths.logs / "demonstrations.log", may_end=True)

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,8 @@ DEATHS = 3  # of one process within DEATHS_WITHIN end the run
 DEATHS_WITHIN = 600.0
 BACKOFF = (1.0, 4.0)  # seconds before a process is started again after its first and second death
 LAST_LINES = 15
+# Without root, redis-server and bwrap are installed beside the interpreter.
+SEARCH_PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 class RunFailed(RuntimeError):
@@ -40,6 +43,8 @@ class Process:
     env: Mapping[str, str] = field(default_factory=dict)
     orphaned: signal.Signals = signal.SIGKILL
     """What the kernel sends it when the supervisor is gone."""
+    may_end: bool = False
+    """Whether ending with 0 is its success; for what serves until it is stopped it is a death like any other."""
     prepare: Callable[[], None] = lambda: None
     """Done before each start."""
     on_death: Callable[[str, str], None] = lambda name, reason: None
@@ -52,73 +57,69 @@ class Process:
         return self._child.pid if self._child and self._child.returncode is None else None
 
     async def keep(self) -> None:
-        """Runs it until it ends with 0 or is stopped; `RunFailed` when it keeps dying."""
+        """Runs it until it is stopped, or has done what it may end with; `RunFailed` when it keeps dying."""
         deaths: list[float] = []
         while not self._stopping:
             code = await self.run()
-            if code == 0 or self._stopping:
+            if self._stopping or (code == 0 and self.may_end):
                 return
             deaths = [died for died in deaths if time.monotonic() - died < DEATHS_WITHIN] + [time.monotonic()]
             if len(deaths) >= DEATHS:
                 raise RunFailed(
                     f"{self.name} ended {DEATHS} times within {DEATHS_WITHIN / 60:.0f} minutes, at last with "
-                    f"{_meaning(code)}. {self.log} ends with:\n{self.last_lines()}"
+                    f"{_meaning(code)}. {self.last_words()}"
                 )
             self.on_death(self.name, _meaning(code))
             await asyncio.sleep(BACKOFF[len(deaths) - 1])
 
     async def run(self) -> int:
-        """Runs it once and returns its exit code, -N for signal N. Cancelled, it kills it."""
+        """Runs it once and returns its exit code, -N for signal N. Its family ends with it, or when cancelled."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         await asyncio.to_thread(self.prepare)
         supervisor = os.getpid()
         with self.log.open("ab") as output:
             self._log_begin = output.tell()
-            self._child = await asyncio.create_subprocess_exec(
+            child = self._child = await asyncio.create_subprocess_exec(
                 *self.command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self.env},
+                env={**os.environ, "PATH": SEARCH_PATH, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self.env},
                 start_new_session=True,
                 preexec_fn=lambda: _follow_into_death(supervisor, self.orphaned),
             )
-        try:
-            return await self._child.wait()
-        except asyncio.CancelledError:
+        if self._stopping:  # we were asked to while it was starting
             self.kill()
-            await self._child.wait()
-            raise
+        try:
+            return await child.wait()
+        finally:
+            _end_family(child.pid)
+            self._child = None  # its number may soon be somebody else's
+            await child.wait()
 
-    async def check(self) -> None:
-        """Runs it once; `RunFailed` with its last lines when it does not end with 0."""
-        code = await self.run()
-        if code != 0 and not self._stopping:
-            raise RunFailed(f"{self.name} ended with {_meaning(code)}. {self.log} ends with:\n{self.last_lines()}")
-
-    async def stop(self, seconds: float) -> None:
-        """Asks it to end (SIGTERM), and kills its whole family when it has not after so many seconds."""
+    async def stop(self, seconds: float) -> bool:
+        """Asks it to end (SIGTERM) and kills its family if it has not after so many seconds; True if it had."""
         self._stopping = True
-        if self._child is None:
-            return
+        if (child := self._child) is None:
+            return True
         with contextlib.suppress(ProcessLookupError):
-            self._child.terminate()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._child.wait(), seconds)
-        self.kill()
-        await self._child.wait()
+            child.terminate()
+        try:
+            await asyncio.wait_for(child.wait(), seconds)
+        except TimeoutError:
+            self.kill()
+            await child.wait()
+            return False
+        return True
 
     def kill(self) -> None:
-        """Ends its whole session at once."""
+        """Ends its family at once."""
         self._stopping = True
         if self._child is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._child.pid, signal.SIGKILL)
+            _end_family(self._child.pid)
 
-    def last_lines(self) -> str:
-        with self.log.open("rb") as file:
-            file.seek(self._log_begin)
-            return b"\n".join(file.read().splitlines()[-LAST_LINES:]).decode(errors="replace")
+    def last_words(self) -> str:
+        return _end_of(self.log, self._log_begin)
 
 
 def python(name: str, *arguments: str, log: Path, **options: object) -> Process:
@@ -131,7 +132,7 @@ def redis_server(folder: Path, socket: Path, log: Path) -> Process:
 
     Orphaned, it gets a SIGTERM: it then writes what it has to disk and removes its socket.
     """
-    server = shutil.which("redis-server") or shutil.which("redis-server", path=str(Path(sys.executable).parent))
+    server = shutil.which("redis-server", path=SEARCH_PATH)
     if server is None:
         raise RunFailed("redis-server is not installed: run `make install`, or give buffer.url of a Redis you have")
     folder.mkdir(parents=True, exist_ok=True)
@@ -158,7 +159,21 @@ def _mend(server: str, folder: Path, log: Path) -> None:
     for manifest in folder.glob("appendonlydir/*.manifest"):
         with log.open("ab") as output:
             command = ["redis-check-aof", "--fix", str(manifest)]
-            subprocess.run(command, executable=server, input=b"y\n", stdout=output, stderr=output, check=True)
+            code = subprocess.run(command, executable=server, input=b"y\n", stdout=output, stderr=output).returncode
+        if code != 0:
+            raise RunFailed(f"Redis' file cannot be mended ({shlex.join(command)}: {_meaning(code)}). {_end_of(log)}")
+
+
+def _end_of(log: Path, begin: int = 0) -> str:
+    with log.open("rb") as file:
+        file.seek(begin)
+        lines = file.read().splitlines()[-LAST_LINES:]
+    return f"{log} ends with:\n" + b"\n".join(lines).decode(errors="replace")
+
+
+def _end_family(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def _follow_into_death(parent: int, with_signal: signal.Signals) -> None:
