@@ -1,17 +1,20 @@
 """What a run has done so far, read from its folder and its buffer: the one source of the view, the summary, the report.
 
-Invariant: reading changes nothing and needs no running process; lines that a crash repeated (a learner that went back
-to a checkpoint does some steps again) count once, by their last version.
+Invariant: reading changes nothing and needs no running process. A learner that went back to a checkpoint does some
+steps again: only the steps that the newest weights went through count.
 """
 
+import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..actors.settings import TaskSource
 from ..buffer import Ledger
 from .paths import RunPaths
+from .recipe import Recipe
 
 Record = dict[str, Any]
 STAGES = ("supervised", "value", "policy")
@@ -19,7 +22,10 @@ ALARM_STEPS = 3
 
 
 class Tail:
-    """The JSON lines of a file that is still being written, in pieces: `read` gives those that are new."""
+    """The JSON lines of a file that is still being written, in pieces: `read` gives those that are new.
+
+    A line that a full disk or a power loss tore is left out.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -33,7 +39,7 @@ class Tail:
             new = file.read()
         complete = new[: new.rfind(b"\n") + 1]
         self._at += len(complete)
-        return [json.loads(line) for line in complete.splitlines()]
+        return list(_parsed(complete.splitlines()))
 
 
 @dataclass
@@ -71,7 +77,7 @@ class Progress:
 
     def update(self) -> None:
         for record in self._metrics.read():
-            self.steps[record["stage"]][record["step"]] = record
+            self._add(record)
         self.journal += self._journal.read()
         for file in sorted(self._paths.actors.glob("*.jsonl")):
             tail = self._actor_files.setdefault(file.stem, Tail(file))
@@ -81,9 +87,19 @@ class Progress:
                 if line["success"] is not None:
                     self.curve.append((line["time"], line["success"]))
 
+    def _add(self, record: Record) -> None:
+        """A step that is done again undoes all that had come after it."""
+        stage, step = record["stage"], record["step"]
+        for later in STAGES[STAGES.index(stage) + 1 :]:
+            self.steps[later].clear()
+        steps = self.steps[stage]
+        while steps and next(reversed(steps)) >= step:
+            steps.popitem()
+        steps[step] = record
+
     def series(self, stage: str) -> list[Record]:
         """A stage's records in the order of their steps."""
-        return [self.steps[stage][step] for step in sorted(self.steps[stage])]
+        return list(self.steps[stage].values())
 
     def latest(self) -> Record:
         """The learner's newest record, {} before the first."""
@@ -112,22 +128,23 @@ class Progress:
         return sum(actor.total("engine_tokens") for actor in self.actors.values())
 
 
-def summary(progress: Progress, paths: RunPaths, eta: int) -> Record:
+def summary(progress: Progress, paths: RunPaths, recipe: Recipe) -> Record:
     """The run in a few numbers. Success is that of the evaluations, a mean over their episodes.
 
-    rl_seconds is the time of the policy stage, without pauses; episodes are attempts that came home.
+    rl_seconds is the time of the policy stage, without pauses; episodes are attempts that were played to their end.
     """
     ledger, policy = progress.ledger, progress.series("policy")
     assert ledger is not None
     dropped = sum(ledger.dropped.values())
-    waiting = ledger.live.get("queued", 0) + ledger.live.get("leased", 0)
-    before, after = (evaluations(paths, when) for when in ("before", "after"))
+    unplayed = sum(ledger.live.get(state, 0) for state in ("queued", "leased"))
+    unplayed += sum(ledger.dropped.get(reason, 0) for reason in ("env_failed", "poisoned"))
+    before, after = (evaluations(paths, when, recipe.evaluation) for when in ("before", "after"))
     return {
         "success_before": _success(before),
         "success_after": _success(after),
         "rl_seconds": round(sum(record["seconds"] for record in policy), 1),
         "rl_steps": len(policy),
-        "episodes": ledger.created - waiting,
+        "episodes": ledger.created - unplayed,
         "created": ledger.created,
         "trained": ledger.trained,
         "dropped": dropped,
@@ -136,7 +153,7 @@ def summary(progress: Progress, paths: RunPaths, eta: int) -> Record:
         "lost": ledger.lost,
         "max_staleness": max((record["staleness_max"] for record in policy), default=0),
         "mean_staleness": _mean([record["staleness_mean"] for record in policy]),
-        "eta": eta,
+        "eta": recipe.buffer.eta,
         "learner_tokens": int(progress.total("tokens")),
         "engine_tokens": progress.engine_tokens(),
         "version": progress.latest().get("version"),
@@ -147,10 +164,16 @@ def summary(progress: Progress, paths: RunPaths, eta: int) -> Record:
     }
 
 
-def evaluations(paths: RunPaths, when: str) -> list[Record]:
-    """What the evaluations before or after training found, one a source."""
-    files = sorted(paths.evaluation(when, "*").parent.glob(paths.evaluation(when, "*").name))
-    return [{"source": file.stem.removeprefix(f"{when}-"), **json.loads(file.read_text())} for file in files]
+def evaluations(paths: RunPaths, when: str, sources: Sequence[TaskSource]) -> list[Record]:
+    """What the evaluations before or after training have found so far, one a source."""
+    files = {source.name: paths.evaluation(when, source.name) for source in sources}
+    return [{"source": name, **json.loads(file.read_text())} for name, file in files.items() if file.exists()]
+
+
+def _parsed(lines: Sequence[bytes]) -> Iterator[Record]:
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
 
 
 def _success(found: list[Record]) -> float | None:

@@ -1,7 +1,7 @@
 """The end of a run on one page: report.html, self-contained, and summary.json beside it.
 
 Invariant: everything on the page comes from the run's folder and its buffer, nothing from the network; the page opens
-from disk, for years.
+from disk, for years. The summary is written last: where it is, the run is finished.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from .paths import RunPaths
+from .paths import RunPaths, write_whole
 from .progress import Progress, Record, summary
 from .recipe import Recipe
 
@@ -31,9 +31,9 @@ CURVES = {  # metric -> (title, what it is)
 
 def write(recipe: Recipe, paths: RunPaths, progress: Progress) -> Record:
     """Writes both files and returns the summary. `progress` must hold a ledger."""
-    numbers = summary(progress, paths, recipe.buffer.eta)
-    paths.summary.write_text(json.dumps(numbers, indent=2) + "\n")
+    numbers = summary(progress, paths, recipe)
     tokenizer = Tokenizer.from_file(str((recipe.model.path or paths.model) / "tokenizer.json"))
+    samples = _samples(progress, paths)
     data = {
         "name": recipe.name,
         "summary": numbers,
@@ -41,11 +41,12 @@ def write(recipe: Recipe, paths: RunPaths, progress: Progress) -> Record:
         "curves": [_curve(progress, key, *words) for key, words in CURVES.items()],
         "value": [record.get("explained_variance") for record in progress.series("value")],
         "supervised": [record.get("loss") for record in progress.series("supervised")],
-        "transcripts": {"before": _transcripts(paths, tokenizer, 0), "after": _transcripts(paths, tokenizer, -1)},
+        "transcripts": {"before": _transcripts(samples[:1], tokenizer), "after": _transcripts(samples[-1:], tokenizer)},
     }
     embedded = json.dumps(data).replace("</", "<\\/")  # so that no transcript can end the script element
     page = TEMPLATE.read_text().replace("{{name}}", escape(recipe.name)).replace("{{data}}", embedded)
-    paths.report.write_text(page)
+    write_whole(paths.report, page)
+    write_whole(paths.summary, json.dumps(numbers, indent=2) + "\n")
     return numbers
 
 
@@ -60,12 +61,16 @@ def _thinned(curve: list[tuple[float, float]], most: int = 400) -> list[tuple[fl
     return [(round(time - begun, 1), value) for time, value in curve[:: len(curve) // most + 1]]
 
 
-def _transcripts(paths: RunPaths, tokenizer: Tokenizer, which: int) -> list[dict[str, Any]]:
-    """Some trajectories of the first (0) or last (-1) sampled batch, each token with its text and who wrote it."""
-    files = sorted(paths.samples.glob("step-*.jsonl"))
-    if not files:
-        return []
-    lines = files[which].read_text().splitlines()[:SHOWN]
+def _samples(progress: Progress, paths: RunPaths) -> list[Path]:
+    """The files of sampled batches in order, without those of steps that were undone and never done again."""
+    last = max(progress.steps["policy"], default=0)
+    files = {int(file.stem.removeprefix("step-")): file for file in paths.samples.glob("step-*.jsonl")}
+    return [files[step] for step in sorted(files) if step <= last]
+
+
+def _transcripts(files: list[Path], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Some trajectories of sampled batches, each token with its text and who wrote it."""
+    lines = [line for file in files for line in file.read_text().splitlines()[:SHOWN]]
     return [_transcript(json.loads(line), tokenizer) for line in lines]
 
 

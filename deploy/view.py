@@ -46,9 +46,9 @@ PLAIN = {  # what a plain line tells of the learner's newest step
 
 async def watch(supervisor: "Supervisor", console: Console | None = None) -> None:
     """Shows the run until it is cancelled."""
-    console = console or Console()
-    screen = Screen(supervisor, console)
     try:
+        console = console or Console()
+        screen = Screen(supervisor, console)
         if console.is_terminal:
             with Live(console=console, auto_refresh=False, transient=False) as live:
                 try:
@@ -57,13 +57,14 @@ async def watch(supervisor: "Supervisor", console: Console | None = None) -> Non
                         live.update(screen.render(), refresh=True)
                         await asyncio.sleep(SCREEN_SECONDS)
                 finally:
+                    screen.progress.update()
                     live.update(screen.render(), refresh=True)
         else:
             while True:
                 await screen.update()
                 screen.print_line()
                 await asyncio.sleep(SCREEN_SECONDS)
-    except (OSError, ValueError, KeyError):
+    except Exception:
         log.exception("the view stopped; the run goes on")
 
 
@@ -79,7 +80,6 @@ class Screen:
         self._buffer = ReplayBuffer(self._recipe.buffer.model_copy(update={"patience_seconds": LEDGER_SECONDS}))
         self._ledger_read = 0.0
         self._engine_tokens: list[tuple[float, int]] = []
-        self._said: tuple[object, ...] = ()
         self._said_at = 0.0
 
     async def update(self) -> None:
@@ -125,18 +125,19 @@ class Screen:
                 total = settings.steps if hasattr(settings, "steps") else settings.batches
                 found.append((name, len(self.progress.steps[name]), total, self._note(name, total)))
             if name == "supervised":
-                found.append(self._evaluation("before"))
+                found += self._evaluation("before")
         total = learner.stop.steps
         finished = self._supervisor.stage in ("evaluation after", "done")
         steps = len(self.progress.steps["policy"])
         note = f"{steps} steps" if finished else self._note("policy", total)
         found.append(("policy", total if finished else steps, total, note))
-        return [*found, self._evaluation("after")]
+        return [*found, *self._evaluation("after")]
 
-    def _evaluation(self, when: str) -> tuple[str, int, int, str]:
-        done = evaluations(self._paths, when)
+    def _evaluation(self, when: str) -> list[tuple[str, int, int, str]]:
+        sources = self._recipe.evaluation
+        done = evaluations(self._paths, when, sources)
         note = ", ".join(f"{one['source']} {one['success']:.0%}" for one in done)
-        return f"evaluation {when}", len(done), len(self._recipe.evaluation), note
+        return [(f"evaluation {when}", len(done), len(sources), note)] if sources else []
 
     def _note(self, stage: str, total: int) -> str:
         records = self.progress.series(stage)
@@ -203,12 +204,11 @@ class Screen:
     # Without a terminal
 
     def print_line(self) -> None:
-        """A line when the stage changes, and one every few seconds while it does not."""
-        last = self.progress.latest()
-        said = (self._supervisor.stage, last.get("stage"))
-        if said == self._said and time.time() < self._said_at + LINE_SECONDS:
+        """A line every few seconds."""
+        if time.time() < self._said_at + LINE_SECONDS:
             return
-        self._said, self._said_at = said, time.time()
+        self._said_at = time.time()
+        last = self.progress.latest()
         words = [f"{_duration(time.time() - self._begun):>6}", self._supervisor.stage]
         if last and self._supervisor.stage in ("learner", "training"):
             words.append(f"{last['stage']} {last['step']}/{last.get('steps', '?')}")
@@ -217,9 +217,8 @@ class Screen:
             words.append(f"success {self.progress.curve[-1][1]:.2f}")
         if self.progress.ledger is not None and self._supervisor.stage == "training":
             words.append(f"trained {self.progress.ledger.trained} lost {self.progress.ledger.lost}")
-        self._console.print("  ".join(word for word in words if word), highlight=False, soft_wrap=True)
-        for warning in self._warnings():
-            self._console.print(f"        ! {warning}", highlight=False, soft_wrap=True)
+        words += [f"! {warning}" for warning in self._warnings()]
+        self._console.print("  ".join(word for word in words if word), highlight=False, markup=False, soft_wrap=True)
 
 
 def results(paths: RunPaths, numbers: Record) -> RenderableType:
