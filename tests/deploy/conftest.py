@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 SMALL = [  # the demo, with less of everything
-    "demonstrations=1500",
-    "learner.supervised.steps=250",
+    "demonstrations=2500",
+    "learner.supervised.steps=700",
     "learner.value.batches=4",
     "learner.checkpoint_every=10",
     "evaluation.0.episodes=128",

@@ -2,6 +2,7 @@
 
 import json
 import re
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +15,10 @@ STEPS = 70
 TRACES_OF_A_RUN = ("argosy-engine-*", "argosy-*.sock")
 
 
-def leftovers() -> set[Path]:
-    """What a run could leave outside its folder: sockets, temporary folders, shared memory."""
-    found = {path for pattern in TRACES_OF_A_RUN for path in Path("/tmp").glob(pattern)}
-    return found | set(Path("/dev/shm").iterdir())
+def leftovers() -> set[object]:
+    """What a run could leave outside its folder: sockets, temporary folders, shared memory, sandboxes."""
+    found = {path for pattern in TRACES_OF_A_RUN for path in Path(tempfile.gettempdir()).glob(pattern)}
+    return found | set(Path("/dev/shm").iterdir()) | set(processes_about("/run/guest.py"))
 
 
 @pytest.fixture(scope="module")
@@ -132,11 +133,15 @@ def test_a_finished_run_is_shown_again_and_not_done_again(survivor: Train) -> No
 
 @pytest.mark.timeout(600)
 def test_two_runs_side_by_side_do_not_disturb_each_other(survivor: Train, workplace: Path) -> None:
-    """One of them synchronous (eta = 0). Both begin with the model of an earlier run instead of a cold start."""
+    """One is synchronous (eta = 0), the other has two actors and a learner of two ranks.
+
+    Both begin with the model of an earlier run instead of a cold start.
+    """
     model = str(sorted((survivor.root / "weights").iterdir())[-1])
     warm = [f"model={{path: {model!r}}}", "demonstrations=0", "learner.supervised=null", "evaluation=[]"]
     warm += ["learner.value.batches=1", "learner.stop.steps=4", "actor.concurrency=16"]
-    runs = [Train(workplace, name, [*warm, f"buffer.eta={eta}"]) for name, eta in (("synchronous", 0), ("beside", 4))]
+    several = "processes={actors: 2, learners: 2}"
+    runs = [Train(workplace, "synchronous", [*warm, "buffer.eta=0"]), Train(workplace, "beside", [*warm, several])]
     before = leftovers()
     for run in runs:
         run.start()
