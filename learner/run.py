@@ -96,7 +96,6 @@ class Claim:
     trajectories: Sequence[Trajectory]
     version: int
     """The newest weights when it was taken."""
-    begun: float
     wait_seconds: float
 
 
@@ -117,6 +116,7 @@ class Run:
         self.buffer = ReplayBuffer(config.buffer, on_restart=self._reconcile)
         self._refused_in_a_row = 0
         self._resume()
+        self._recorded = time.monotonic()
 
     def stopping(self) -> bool:
         """Whether the process was asked to stop (SIGTERM to the first rank); the same on every rank."""
@@ -131,8 +131,11 @@ class Run:
             self.critic.model.load_state_dict(self._policy_trunk(), strict=False)
             self.critic.optimizer.reload_model_params()
             self.publish(at_least=self.config.buffer.eta if self.settings.supervised else 0)
-        self.progress.stage, self.progress.step = stage, 0
+        self.progress.stage = stage
+        if stage != "done":  # from there the policy stage may go on
+            self.progress.step = 0
         self.checkpoint()
+        self._recorded = time.monotonic()
 
     def claim(self) -> Claim | None:
         """Waits for the next batch; None if asked to stop meanwhile. Raises TimeoutError after `claim_seconds`."""
@@ -153,7 +156,7 @@ class Run:
                 self.buffer.wait(CLAIM_SLICE)
         self.progress.manifests[step] = ids
         waited = time.monotonic() - begun
-        return Claim(step, self.buffer.get(ranks.shard(ids)), self.progress.version, begun, waited)
+        return Claim(step, self.buffer.get(ranks.shard(ids)), self.progress.version, waited)
 
     def finish(self, claim: Claim) -> None:
         """The batch is trained on; the next `publish` gives its places in the buffer to new attempts."""
@@ -180,25 +183,30 @@ class Run:
             return
         self.progress.refused += len(refused)
         self._refused_in_a_row += 1
-        kept = self.config.run_dir / "refused" / f"batch-{self.progress.claimed + 1:06d}.rank{ranks.number()}.archive"
+        worst = refused[0]
+        message = f"loss {worst.loss}, gradient norm {worst.grad_norm} at step {self.progress.total + 1}"
         if batch:
+            name = f"batch-{self.progress.claimed + 1:06d}.rank{ranks.number()}.archive"
+            kept = self.config.run_dir / "refused" / name
             kept.parent.mkdir(exist_ok=True)
             write_archive(kept, batch)
-        worst = refused[0]
-        message = f"loss {worst.loss}, gradient norm {worst.grad_norm} at step {self.progress.total + 1} ({kept})"
+            message += f" ({kept})"
         log.error("update refused: %s", message)
         if self._refused_in_a_row >= REFUSALS:
             raise NonFinite(f"{REFUSALS} steps in a row were refused, the last one with {message}")
 
-    def record(self, begun: float, **values: Any) -> None:
-        """Ends a step that began at `begun` (monotonic seconds) with a line in the metrics."""
-        progress = self.progress
+    def record(self, **values: Any) -> None:
+        """Ends a step with a line in the metrics.
+
+        Its seconds count from the line before, or the stage's begin, so they add up: a checkpoint is in the step after.
+        """
+        progress, before, self._recorded = self.progress, self._recorded, time.monotonic()
         progress.step += 1
         progress.total += 1
         record = {
             "stage": progress.stage,
             "step": progress.step,
-            "seconds": time.monotonic() - begun,
+            "seconds": self._recorded - before,
             **values,
             "skipped": progress.skipped,
             "refused": progress.refused,

@@ -5,7 +5,6 @@ seen. Nothing of the buffer is touched; the first version is published when the 
 """
 
 import math
-import time
 from typing import Any
 
 import numpy as np
@@ -31,15 +30,12 @@ def imitate(run: Run) -> bool:
     while progress.step < settings.steps:
         if run.stopping():
             return False
-        begun = time.monotonic()
         microbatches = _draw(run, archive, settings.batch_size)
         rate = learning_rate(settings, progress.step)
         update = run.policy.update(microbatches, cross_entropy, lr=rate)
         run.guard(update)
         tokens = ranks.total(np.array([sum(batch.tokens.numel() for batch in microbatches)], np.float64))[0]
-        run.record(
-            begun, steps=settings.steps, loss=update.loss, grad_norm=update.grad_norm, lr=rate, tokens=int(tokens)
-        )
+        run.record(steps=settings.steps, loss=update.loss, grad_norm=update.grad_norm, lr=rate, tokens=int(tokens))
     return True
 
 

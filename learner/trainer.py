@@ -26,6 +26,9 @@ class Trainer:
     def run(self) -> int:
         """Trains until the end or a SIGTERM; either way the last checkpoint is durable and committed."""
         run = self.state
+        if run.progress.stage == "done" and not self.finished():  # more steps are asked for since
+            run.progress.stage = "policy"
+            run.publish()
         if run.progress.stage == "supervised" and supervised.imitate(run):
             run.enter("value")
         if run.progress.stage == "value" and value.pretrain(run):
@@ -74,7 +77,6 @@ class Trainer:
         run.progress.skipped += not step.moved
         run.progress.zero_variance += contents["reward_std"] == 0
         run.record(
-            claim.begun,
             steps=run.settings.stop.steps,
             wait_seconds=claim.wait_seconds,
             publish_seconds=publish_seconds,

@@ -41,7 +41,6 @@ def pretrain(run: Run) -> bool:
         run.finish(claim)
         run.publish(changed=False)
         run.record(
-            claim.begun,
             steps=settings.batches,
             wait_seconds=claim.wait_seconds,
             version=progress.version,

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from argosy.buffer import BufferSettings, ReplayBuffer, Task, Trajectory, WeightLedger, write_archive
 from safetensors.torch import load_file, save_file
 
-BATCH, STEPS, VALUE_BATCHES = 6, 12, 2
+BATCH, STEPS, MORE, VALUE_BATCHES = 6, 12, 5, 2
 DEADLINE = 100.0
 
 
@@ -124,7 +125,14 @@ def test_killed_stopped_and_resumed_it_trains_each_trajectory_once(voyage: Voyag
     stopped = voyage.metrics()
 
     assert voyage.start().wait(DEADLINE) == 0, voyage.errors()
+    voyage.config["learner"]["stop"]["steps"] = STEPS + MORE  # a finished run goes on where it ended
+    assert voyage.start().wait(DEADLINE) == 0, voyage.errors()
     records = voyage.metrics()
+    assert [record["step"] for record in records[-MORE:]] == [STEPS + more + 1 for more in range(MORE)]
+    # no time between two steps of a process is left out, not even that of a checkpoint
+    first, last = records[-MORE], records[-1]
+    seconds = sum(record["seconds"] for record in records[-MORE + 1 :])
+    assert seconds == pytest.approx(last["time"] - first["time"], abs=0.2)
     # the interrupted process lost nothing, the killed one only steps after its last checkpoint
     assert records[len(stopped)]["step"] == stopped[-1]["step"] + 1
     versions = [record["version"] for record in records]
@@ -135,15 +143,15 @@ def test_killed_stopped_and_resumed_it_trains_each_trajectory_once(voyage: Voyag
     ledger = voyage.buffer.ledger()
     state = json.loads(max((voyage.run_dir / "checkpoints").iterdir()).joinpath("state.json").read_text())
     assert ledger.balanced and ledger.lost == 0
-    assert state["claimed"] == state["committed"] == STEPS + VALUE_BATCHES
+    assert state["claimed"] == state["committed"] == STEPS + MORE + VALUE_BATCHES
     assert ledger.trained == BATCH * state["claimed"] and ledger.live["claimed"] == 0
-    assert state["stage"] == "done" and records[-1]["stage"] == "policy" and records[-1]["step"] == STEPS
+    assert state["stage"] == "done" and records[-1]["stage"] == "policy"
 
     latest = WeightLedger(voyage.settings).latest()
     assert latest is not None and latest.version == state["version"] == voyage.buffer.version()
     assert (Path(latest.path) / "model.safetensors").exists()
     names = sorted(path.name for path in (voyage.run_dir / "samples").iterdir())
-    assert names[:2] == ["step-000001.jsonl", "step-000002.jsonl"] and names[-1] == f"step-{STEPS:06d}.jsonl"
+    assert names[:2] == ["step-000001.jsonl", "step-000002.jsonl"] and names[-1] == f"step-{STEPS + MORE:06d}.jsonl"
     sample = json.loads((voyage.run_dir / "samples" / names[-1]).read_text().splitlines()[0])["traces"][0]
     for column in ("values", "advantages"):
         assert [value is not None for value in sample[column]] == sample["sampled"]
@@ -195,3 +203,25 @@ def test_a_misspelt_setting_is_named_before_anything_starts(tmp_path: Path, voya
     command = [sys.executable, "-m", "argosy.learner", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "checkpont_every" in done.stderr
+
+
+@pytest.mark.timeout(100)
+def test_no_rank_outlives_torchrun(voyage: Voyage, tmp_path: Path) -> None:
+    path = tmp_path / "learner.json"
+    path.write_text(json.dumps(voyage.config))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with subprocess.Popen([*torchrun, "-m", "argosy.learner", str(path)], stderr=subprocess.DEVNULL) as running:
+        parent, deadline = psutil.Process(running.pid), time.monotonic() + DEADLINE
+        while not (len(ranks := parent.children()) == 2 and all(map(imports_torch, ranks))):
+            assert running.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        running.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=1)
+    alive = [rank for rank in alive if rank.status() != psutil.STATUS_ZOMBIE]
+    for rank in alive:
+        rank.kill()
+    assert not alive
+
+
+def imports_torch(process: psutil.Process) -> bool:
+    return any("libtorch" in area.path for area in process.memory_maps())
