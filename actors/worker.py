@@ -210,8 +210,11 @@ class Worker:
             self.counters.count(outcome, transcript)
             self.counters.late += answer == "gone"
         finally:
-            async with asyncio.timeout(STOP_SECONDS):
-                await env.stop()
+            try:
+                async with asyncio.timeout(STOP_SECONDS):
+                    await env.stop()
+            except Exception as error:  # no reason to think otherwise of the attempt, which may be home already
+                log.error("the environment of attempt %s did not stop", lease.attempt, exc_info=error)
 
     async def _fail(self, lease: Lease, reason: str, detail: str) -> None:
         answer = await self._redis(self._buffer.fail, lease, reason, detail)

@@ -65,6 +65,14 @@ class Broken(Guess):
         return await super().act(None, content)
 
 
+class Clinging(Guess):
+    """Cannot give back what it holds."""
+
+    async def stop(self):
+        if hasattr(self, "number"):  # start() stops what was before
+            raise RuntimeError("the sandbox does not answer")
+
+
 class Hanging(Guess):
     """Never answers a turn."""
 

@@ -80,6 +80,17 @@ def test_a_failing_environment_is_no_reward(config, kind, reason):
     assert ledger.dropped.get("env_failed", 0) > 0  # after three tries
 
 
+def test_an_environment_that_does_not_stop_changes_nothing_about_its_attempt(config):
+    clinging = changed(config, env="arena:Clinging")
+    worker = run_worker(clinging, 2)
+    assert worker.counters.episodes > 0 and worker.counters.failed == 0
+    assert ledger_of(clinging).live["ready"] == worker.counters.episodes
+    slow = changed(config, env="arena:Clinging", kwargs={"pause": 600.0}, drain_seconds=0.2)
+    worker = run_worker(slow, 1)
+    assert worker.counters.released > 0 and worker.counters.failed == 0
+    assert {lease.tries for lease in ReplayBuffer(slow.buffer).lease("other", 4)} == {1}
+
+
 def test_a_worker_stops_when_nothing_but_failures_comes(config, monkeypatch):
     monkeypatch.setattr("argosy.actors.worker.FAILURES_IN_A_ROW", 6)
     with pytest.raises(TooManyFailures):
