@@ -68,4 +68,6 @@ async def _resolve(value: Any) -> Any:
 async def main(config: ActorConfig, episodes: int, out: Path) -> None:
     trajectories = await demonstrate(config, episodes)
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_archive(out, trajectories)
+    part = out.with_name(f".{out.name}.part")
+    write_archive(part, trajectories)
+    part.replace(out)

@@ -110,4 +110,6 @@ def find_source(config: ActorConfig, name: str) -> TaskSource:
 async def main(config: ActorConfig, source: str, episodes: int, out: Path) -> None:
     result = await evaluate(config, find_source(config, source), episodes)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result))
+    part = out.with_name(f".{out.name}.part")  # whoever finds the result finds all of it
+    part.write_text(json.dumps(result))
+    part.replace(out)

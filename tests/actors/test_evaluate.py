@@ -46,5 +46,15 @@ def test_demonstrations_are_what_the_model_would_have_written(engine_config, sta
         for ids in said:
             text = chat.decode(ids.tolist())
             assert text.startswith("<tool_call>") and text.endswith("</tool_call><|im_end|>")
+    assert not list(tmp_path.glob(".*"))
     again = asyncio.run(demonstrate(config, 5))
     assert [t.traces[0].tokens.tolist() for t in again] == [t.traces[0].tokens.tolist() for t in trajectories[:5]]
+
+
+def test_a_failing_environment_ends_demonstrations_with_its_reason(engine_config, start, tmp_path):
+    source = {"name": "guess", "env": "arena:Broken", "kwargs": {"kind": "infrastructure"}}
+    config = engine_config.model_validate(engine_config.model_dump() | {"sources": (source,), "run_dir": tmp_path})
+    process = start("demonstrate", config, "--episodes", "3", "--out", str(tmp_path / "demonstrations"))
+    assert process.wait(30) == 1
+    assert str(process).splitlines()[-1].endswith("the sandbox is gone") and "Traceback" not in str(process)
+    assert not (tmp_path / "demonstrations").exists()
