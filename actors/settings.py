@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ..buffer import BufferSettings, Task
 
@@ -39,6 +39,16 @@ class EngineSettings(Settings):
     """An engine that has not been heard of for this long is taken for dead."""
     arguments: tuple[str, ...] = ()
     """More arguments for SGLang's server, for instance ["--tp-size", "2"]; they win over Argosy's own."""
+
+    @field_validator("arguments")
+    @classmethod
+    def _sample_from_everything(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
+        if any(argument.startswith("--prefe") for argument in arguments):  # SGLang takes abbreviations
+            raise ValueError(
+                "--preferred-sampling-params cannot be given: with top-p, top-k or penalties the engine would sample "
+                "from another distribution than the one whose log-probabilities the learner trains on"
+            )
+        return arguments
 
 
 class ActorSettings(Settings):

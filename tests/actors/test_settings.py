@@ -1,7 +1,7 @@
 import collections
 
 import pytest
-from argosy.actors.settings import Mixture, TaskSource
+from argosy.actors.settings import EngineSettings, Mixture, TaskSource
 
 
 def sources(**weights: float) -> list[TaskSource]:
@@ -35,3 +35,9 @@ def test_mixture_wants_sources_with_different_names():
         Mixture([])
     with pytest.raises(ValueError, match="different names"):
         Mixture([*sources(a=1), *sources(a=2)])
+
+
+@pytest.mark.parametrize("argument", ["--preferred-sampling-params", '--preferred-samp={"top_p": 0.9}'])
+def test_an_engine_samples_from_the_whole_distribution(argument):
+    with pytest.raises(ValueError, match="another distribution"):
+        EngineSettings(arguments=("--tp-size", "2", argument))
