@@ -68,7 +68,7 @@ class ActorSettings(Settings):
     """An unfinished episode is saved in the buffer this often, after a turn."""
     patience_seconds: Annotated[float, Field(gt=0)] = 120
     """How long an episode waits for an engine to come back before its task is given back."""
-    drain_seconds: Annotated[float, Field(ge=0)] = 5
+    drain_seconds: Annotated[float, Field(ge=0)] = 4
     """How long an actor that is asked to stop lets its episodes run on."""
 
 

@@ -19,7 +19,8 @@ def test_the_environment_in_the_documents_runs(tmp_path: Path) -> None:
     environment, by_hand, *_ = blocks("docs/environments.md", "python")
     assert len(environment.splitlines()) < 60
     (tmp_path / "guess.py").write_text(environment)
-    check = "from gymnasium.utils import env_checker as e\nfrom guess import Guess\ne.check_env(Guess(), skip_render_check=True)"
+    check = "from gymnasium.utils.env_checker import check_env\nfrom guess import Guess\n"
+    check += "check_env(Guess(), skip_render_check=True)"
     for script in (by_hand, check):
         ended = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert ended.returncode == 0, ended.stderr

@@ -28,6 +28,8 @@ MISTAKES = {
     "evaluation.0.name=repair": "must all have different names",
     "buffer.url=redis://example.com": "example.com is remote",
     "name=../elsewhere": "name:",
+    "name=..": "name:",
+    "tasks.0.kwargs={a: [": "the value is not YAML",
     "learner.stop": "write key=value",
 }
 
