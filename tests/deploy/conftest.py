@@ -6,12 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from argosy.deploy.paths import RunPaths
 
 SMALL = [  # the demo, with less of everything
     "demonstrations=2500",
@@ -20,6 +21,9 @@ SMALL = [  # the demo, with less of everything
     "learner.checkpoint_every=10",
     "evaluation.0.episodes=128",
 ]
+
+
+STARTED: list["subprocess.Popen[str]"] = []
 
 
 @dataclass
@@ -41,6 +45,7 @@ class Train:
             self.process = subprocess.Popen(
                 command, cwd=self.folder, stdout=output, stderr=output, text=True, start_new_session=True
             )
+        STARTED.append(self.process)
 
     def until(self, what: str, ready: Callable[[], Any], seconds: float) -> None:
         """Waits for something to become true of the running run."""
@@ -77,7 +82,7 @@ class Train:
 
     def processes(self) -> dict[int, str]:
         """Every process that belongs to this run, sandboxes and all: by its command line, folder or environment."""
-        return processes_about(str(self.root))
+        return processes_about(str(self.root), str(RunPaths(self.root).redis_socket))
 
     def kill(self, *parts: str) -> None:
         """kill -9 of the process of this run whose command line has all the parts."""
@@ -93,8 +98,8 @@ class Train:
         return json.loads(ended.stdout)
 
 
-def processes_about(root: str) -> dict[int, str]:
-    """Processes of which the command line, or the session leader's, names a folder; zombies are not counted."""
+def processes_about(*names: str) -> dict[int, str]:
+    """Processes of which the command line, or one of their session, has one of the names; not zombies."""
     about, sessions, found = set(), {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -105,17 +110,19 @@ def processes_about(root: str) -> dict[int, str]:
         if state == "Z" or int(folder.name) == os.getpid():
             continue
         sessions[int(folder.name)] = (int(session), command)
-        if root in command:
+        if any(name in command for name in names):
             about.add(int(session))
     for pid, (session, command) in sessions.items():
-        if session in about or root in command:
+        if session in about:
             found[pid] = command
     return found
 
 
 @pytest.fixture(scope="session")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a space in its path, and too deep for a unix socket."""
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a space in its path, and too deep for a unix socket. What still runs in it at the end is killed."""
     folder = tmp_path_factory.mktemp("a work place") / ("deep" * 20)
     folder.mkdir()
-    return folder
+    yield folder
+    for process in STARTED:
+        process.kill()

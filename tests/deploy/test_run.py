@@ -182,8 +182,8 @@ def test_nothing_outlives_a_supervisor_that_was_killed(workplace: Path) -> None:
     run.process.kill()
     run.process.wait(10)
     deadline = time.monotonic() + 15
-    while processes_about(str(run.root)) or leftovers() - before:
-        assert time.monotonic() < deadline, (processes_about(str(run.root)), leftovers() - before)
+    while run.processes() or leftovers() - before:
+        assert time.monotonic() < deadline, (run.processes(), leftovers() - before)
         time.sleep(0.2)
 
 
