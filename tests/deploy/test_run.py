@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -162,10 +163,10 @@ def test_a_second_interrupt_stops_at_once(workplace: Path) -> None:
     run.start()
     run.until("its processes run", lambda: any("redis-server" in command for command in run.processes().values()), 60)
     run.interrupt()
-    time.sleep(0.2)
+    time.sleep(0.05)
     begun = time.monotonic()
     run.interrupt()
-    assert run.end(10) == 130
+    assert run.end(10) in (130, -signal.SIGINT)  # the latter if all had ended just before
     assert time.monotonic() - begun < 2
     time.sleep(1)  # for the kernel to end what lost its parent
     assert run.processes() == {}
