@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..buffer import BufferError, ReplayBuffer
+from ..buffer import BufferError, Ledger, ReplayBuffer
 from .paths import RunPaths
 from .progress import Progress, Record, evaluations
 from .recipe import Recipe
@@ -32,7 +32,8 @@ SCREEN_SECONDS, LINE_SECONDS = 0.5, 5.0
 LEDGER_SECONDS = 1.0
 RATE_SECONDS = 15.0  # rates are means over so long
 RESTART_SECONDS = 60.0  # how long a restart is shown
-CURVE_HEIGHT, CURVE_WIDTH = 7, 72
+PANEL_WIDTH = 84
+CURVE_HEIGHT, CURVE_WIDTH = 7, PANEL_WIDTH - 16
 BLOCKS = " ▁▂▃▄▅▆▇█"
 DONE, NOW, LATER = "✔", "▶", "·"
 PLAIN = {  # what a plain line tells of the learner's newest step
@@ -101,9 +102,11 @@ class Screen:
             parts.append(Text("success of the newest episodes", style="dim"))
             parts.append(_curve([value for _, value in self.progress.curve]))
         parts.append(self._numbers())
+        if self.progress.ledger is not None and (waiting := self._waiting(self.progress.ledger)):
+            parts.append(Text(f"          {waiting}", style="dim"))
         parts += [Text(f"⚠ {line}", style="yellow") for line in self._warnings()]
         elapsed = _duration(time.time() - self._begun)
-        return Panel(Group(*parts), title=f"argosy · {self._recipe.name}", subtitle=elapsed, width=CURVE_WIDTH + 12)
+        return Panel(Group(*parts), title=f"argosy · {self._recipe.name}", subtitle=elapsed, width=PANEL_WIDTH)
 
     def _stages(self) -> Table:
         table = Table.grid(padding=(0, 1))
@@ -168,15 +171,18 @@ class Screen:
             table.add_row("learner", f"step {last['step']}", self._learner_rate(), explained)
         if "version" in last:
             mean, most = last.get("staleness_mean", 0), last.get("staleness_max", 0)
-            staleness = f"staleness {mean:.1f}, at most {most:.0f} of {self._recipe.buffer.eta}"
+            staleness = f"staleness {mean:.1f} (max {most:.0f} of {self._recipe.buffer.eta})"
             table.add_row("versions", f"policy {last['version']}", staleness, _number(last, "masked_share", "masked"))
         ledger = self.progress.ledger
         if ledger is not None and ledger.created:
-            live = " ".join(f"{state} {n}" for state, n in ledger.live.items() if n)
-            dropped = " ".join(f"{reason} {n}" for reason, n in ledger.dropped.items() if n) or "none"
-            table.add_row("ledger", f"created {ledger.created}", f"trained {ledger.trained}", live)
-            table.add_row("", f"lost {ledger.lost}", f"dropped: {dropped}", "")
+            dropped = f"dropped {sum(ledger.dropped.values())}  lost {ledger.lost}"
+            table.add_row("ledger", f"created {ledger.created}", f"trained {ledger.trained}", dropped)
         return table
+
+    def _waiting(self, ledger: Ledger) -> str:
+        """The attempts that are not trained, by their state or by the reason they were dropped for."""
+        counts = {**ledger.live, **{f"dropped as {reason}": n for reason, n in ledger.dropped.items()}}
+        return "  ".join(f"{name} {n}" for name, n in counts.items() if n)
 
     def _rate(self) -> float:
         now, tokens = self._engine_tokens[-1]
