@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import asdict
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -30,6 +31,7 @@ app = typer.Typer(
 RecipeName = Annotated[str, typer.Argument(help="A YAML file, or the name of a recipe that comes with Argosy.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings to change, as key.path=value.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Forget what an earlier run of this name did.")]
+ENGINE_AND_TRAINER = ("torch", "sglang", "megatron")
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 
@@ -67,6 +69,9 @@ def ledger(
 
 
 def _train(recipe: Recipe, paths: RunPaths, fresh: bool) -> None:
+    missing = [name for name in ENGINE_AND_TRAINER if find_spec(name) is None]
+    if missing:
+        raise RunFailed(f"{', '.join(missing)} not installed: training needs what `make install` installs")
     try:
         if fresh:
             _forget(recipe, paths)
