@@ -6,7 +6,7 @@ torch changes (patching `torch.cuda` globally breaks `import transformers`). Eac
 literal; a test counts what every rule matches, so an upstream change that makes a rule miss is seen at once.
 
 Rewriting and compiling costs three seconds a process, so compiled code is cached below the user's own cache folder,
-keyed by source, rules and interpreter. A cache folder that others could write to is never read.
+keyed by place, source, rules and interpreter. A cache folder that others could write to is never read.
 """
 
 import hashlib
@@ -145,7 +145,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str) -> types.CodeType | None:
         data = self.get_data(self.path)
         cache = _cache_folder()
-        rules = (RULES, MODULE_RULES.get(fullname), APPENDED.get(fullname), sys.version)
+        rules = (self.path, RULES, MODULE_RULES.get(fullname), APPENDED.get(fullname), sys.version)
         entry = cache / hashlib.sha256(data + repr(rules).encode()).hexdigest() if cache else None
         if entry is not None and entry.exists():
             return marshal.loads(entry.read_bytes())
