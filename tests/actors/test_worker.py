@@ -179,7 +179,8 @@ def test_a_redis_restart_loses_nothing(config, tmp_path):
     command += ["--appendonly", "yes", "--save", ""]
     url = f"unix://{tmp_path}/r.sock"
     mine = changed(config, kwargs={"pause": 0.1})
-    mine = mine.model_copy(update={"buffer": mine.buffer.model_copy(update={"url": url, "batch_size": 50})})
+    patient = {"url": url, "batch_size": 50, "lease_seconds": 30}  # a busy machine is no reason to lose a lease here
+    mine = mine.model_copy(update={"buffer": mine.buffer.model_copy(update=patient)})
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         record = WeightLedger(config.buffer).engines()["shared"]
