@@ -1,8 +1,8 @@
 """A model from nothing: a tokenizer made for what the environments say, random weights, and an expert's episodes.
 
-Invariant: the model folder and the archive appear whole or not at all (each is renamed into place at the end), so a
-stage that was interrupted is simply done again. The tokenizer is trained on the very text it will see: the experts'
-episodes, first played with a tokenizer that knows only bytes.
+Invariant: the model folder and the archive appear whole or not at all (each is renamed into place when it is complete),
+so a stage that was interrupted is simply done again. The tokenizer is trained on the very text it will see: the
+experts' episodes, first played with a tokenizer that knows only bytes.
 """
 
 import json
@@ -49,9 +49,8 @@ async def demonstrate(recipe: Recipe, paths: RunPaths, run: Run) -> None:
     """Makes the archive of the experts' episodes, unless it is there."""
     if recipe.demonstrations == 0 or paths.demonstrations.exists():
         return
-    draft = paths.demonstrations.with_suffix(".draft")
-    await run(_demonstrate(recipe, paths, recipe.model.path or paths.model, recipe.demonstrations, draft))
-    draft.rename(paths.demonstrations)
+    model = recipe.model.path or paths.model
+    await run(_demonstrate(recipe, paths, model, recipe.demonstrations, paths.demonstrations))
 
 
 def _scratch(scratch: ScratchModel, corpus: Path, out: Path, paths: RunPaths) -> Process:

@@ -103,7 +103,7 @@ class Progress:
 
     def latest(self) -> Record:
         """The learner's newest record, {} before the first."""
-        return max((record for records in self.steps.values() for record in records.values()), key=_time, default={})
+        return next((next(reversed(steps.values())) for steps in reversed(self.steps.values()) if steps), {})
 
     def alarms(self) -> list[Record]:
         """The newest step's alarms, without those that its predecessors did not raise: one batch is no trend."""
@@ -187,7 +187,3 @@ def _numbers(evaluation: Record) -> Record:
 
 def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-def _time(record: Record) -> float:
-    return float(record["time"])

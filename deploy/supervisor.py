@@ -90,10 +90,10 @@ class Supervisor:
     async def _do_stages(self) -> None:
         await self._start_redis()
         self._enter("model")
-        await cold_start.make_model(self.recipe, self.paths, self._once)
+        await cold_start.make_model(self.recipe, self.paths, self._keep)
         self._start_engines()
         self._enter("demonstrations")
-        await cold_start.demonstrate(self.recipe, self.paths, self._once)
+        await cold_start.demonstrate(self.recipe, self.paths, self._keep)
         self._enter("learner")
         learner = self._start_learner()
         await self._newest_weights()
@@ -190,7 +190,7 @@ class Supervisor:
             config = self._config(name, self.recipe.actor_config(self.paths, name).model_dump_json())
             arguments = ("--source", source.name, "--episodes", str(source.episodes), "--out", str(out))
             log = self.paths.logs / f"{name}.log"
-            await self._once(python(name, "argosy.actors", "evaluate", config, *arguments, log=log, may_end=True))
+            await self._keep(python(name, "argosy.actors", "evaluate", config, *arguments, log=log, may_end=True))
 
     def _report(self, ledger: Ledger) -> None:
         progress = Progress(self.paths)
@@ -205,9 +205,6 @@ class Supervisor:
         return str(file)
 
     # How it is kept and ended
-
-    async def _once(self, process: Process) -> None:
-        await self._keep(process)
 
     def _keep(self, process: Process) -> asyncio.Task[None]:
         process.on_death = lambda name, reason: self.note("restarted", process=name, reason=reason)

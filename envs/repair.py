@@ -191,11 +191,10 @@ class Expert:
     slips = 0.03
     tests_first = 0.75
     verifies = 0.8
-    retries = 0.9
+    persists = 0.9
 
     def __init__(self, env: Repair, rng: random.Random):
         self._env, self._rng = env, rng
-        self._edited = False
 
     def __call__(self, messages: Sequence[Message]) -> str:
         last = messages[-1]
@@ -209,7 +208,7 @@ class Expert:
         if answer == "ok":
             return _call("run_tests") if self._maybe(self.verifies) else _call("submit")
         if " want " in answer:
-            return self._repair(answer) if self._maybe(self.retries if self._edited else 0.9) else _call("submit")
+            return self._repair(answer) if self._maybe(self.persists) else _call("submit")
         return _call("run_tests")
 
     def _repair(self, failures: str) -> str:
@@ -221,7 +220,6 @@ class Expert:
         formula = function.wanted
         if not self._maybe(self.skill):
             formula = self._formula(numbers or CONSTANTS)
-        self._edited = True
         return _call("edit", file=function.file, line=line, text=str(formula))
 
     def _guess(self) -> str:
