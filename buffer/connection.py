@@ -5,11 +5,12 @@ Redis being away, loading its file, full, or unable to write its disk delays a c
 Redis (its run_id changed) is noticed before the first command reaches it, so `on_restart` can repair what it forgot.
 """
 
+import hashlib
 import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -80,11 +81,28 @@ class Connection:
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def script(self, source: str) -> Callable[..., Any]:
-        """A Lua script; call it with (what, keys, args). Each try makes its arguments anew: run_id may have changed."""
-        script = self._client.register_script(source)
+        """A Lua script; call it with (what, keys, args, before). Each try makes its arguments anew: run_id may have
+        changed. `before` are (name, value, options) to SET in the same round trip, ahead of the script."""
+        sha = hashlib.sha1(source.encode()).hexdigest()  # how Redis names it
 
-        def run(what: str, keys: list[str], args: Callable[[], list[Any]]) -> Any:
-            return self.call(what, lambda _: script(keys=keys, args=args()))
+        def run(what: str, keys: list[str], args: Callable[[], list[Any]], before: Sequence[Any] = ()) -> Any:
+            def once(r: redis.Redis) -> Any:
+                if not before:
+                    return r.evalsha(sha, len(keys), *keys, *args())
+                with r.pipeline(transaction=False) as pipe:
+                    for name, value, options in before:
+                        pipe.set(name, value, **options)
+                    pipe.evalsha(sha, len(keys), *keys, *args())
+                    return pipe.execute()[-1]
+
+            def load_if_needed(r: redis.Redis) -> Any:
+                try:
+                    return once(r)
+                except redis.exceptions.NoScriptError:
+                    r.script_load(source)
+                    return once(r)
+
+            return self.call(what, load_if_needed)
 
         return run
 

@@ -4,10 +4,12 @@ BufferError
 ├── InsecureRedis          a remote Redis without TLS or password, and nobody insisted (also a ValueError)
 ├── RedisUnavailable       Redis did not serve a call before its deadline, after retries
 ├── RedisRefused           Redis does not know the user or the password of the url
+├── UnsafeRedis            Redis would throw keys away when it is full
 ├── RunTaken               the run's keys in Redis belong to another run of the same name
 ├── StepCommitted          a learner asked for a step that a durable checkpoint already holds: two learners, one run
 ├── VersionNotNewer        weights published under a version that is not above the newest one
-├── PayloadLost            attempts whose payload is not in Redis: restart the learner, it rewinds and they run again
+├── Unreadable             payloads of claimed attempts are missing or corrupt: withdraw them, claim the step again
+├── BadOrder               buffer.order names no function, or one that gives no weights (also a ValueError)
 ├── InvalidTrajectory      a trajectory that contradicts itself (also a ValueError)
 └── CodecError             bytes that are not a trajectory
     ├── TruncatedBlob      fewer or more bytes than the header says
@@ -33,6 +35,10 @@ class RedisRefused(BufferError):
     pass
 
 
+class UnsafeRedis(BufferError):
+    pass
+
+
 class RunTaken(BufferError):
     pass
 
@@ -45,7 +51,14 @@ class VersionNotNewer(BufferError):
     pass
 
 
-class PayloadLost(BufferError):
+class Unreadable(BufferError):
+    def __init__(self, reasons: dict[str, str]) -> None:
+        super().__init__(f"payloads that cannot be read: {reasons}")
+        self.reasons = reasons
+        """Attempt -> what is wrong with its payload."""
+
+
+class BadOrder(BufferError, ValueError):
     pass
 
 

@@ -1,13 +1,14 @@
 """The replay buffer: what attempts exist, who works on them, and what became of each.
 
-Invariants, kept by life_cycle.lua (one atomic, idempotent step per transition; Redis runs them one at a time):
+Invariants, kept by life_cycle/*.lua (one atomic, idempotent step per transition; Redis runs them one at a time):
 
 1. An attempt is in exactly one state, and created = trained + dropped + live at any moment.
 2. Only the holder of an attempt's lease token can write to it: a worker that lost its lease is answered "gone".
 3. `claim` never returns what is older than eta policy versions; new work begins only while fewer than
    (eta + 1) * batch_size groups are in flight.
 4. The manifest of a learner step is made once and repeated to every rank and retry. It dies with `commit`, when a
-   durable checkpoint holds its gradient; until then `rewind` can put it back. So each attempt is trained at most once.
+   durable checkpoint holds its gradient; until then `rewind` can put it back. So each attempt is trained at most once
+   (max_uses times, where that is set).
 5. A version id is never used twice, whatever is rewound.
 
 Payloads never pass through Lua. A finished payload is first SET under a key that carries the lease token, expiring; the
@@ -21,26 +22,35 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, Literal
 
 import redis
 
-from .codec import pack, unpack
+from .archive import write_blobs
+from .codec import check, pack, unpack
 from .connection import Connection
-from .errors import CodecError, PayloadLost, RunTaken, StepCommitted
+from .errors import CodecError, RunTaken, StepCommitted, Unreadable, UnsafeRedis
+from .ledger import Ledger, Story, outcome, to_ledger, to_story
+from .selection import Candidate, load_weight, sample
 from .settings import BufferSettings
 from .trajectory import Task, Trajectory
 
 log = logging.getLogger(__name__)
 
-READ_TOGETHER = 64  # payloads in one MGET
+LIFE_CYCLE = ("attempts", "groups", "admission", "work", "learning", "questions", "call")  # one script, in this order
+READ_TOGETHER = 64  # payloads in one MGET...
+READ_BYTES = 4 << 20  # ...and no more than this: pipelining helps small payloads and hinders large ones
 FORGET_TOGETHER = 1000  # keys in one UNLINK
+ARCHIVE_TOGETHER = 256  # payloads in one file
 UNCOUNTED_SECONDS = 3600  # a payload whose worker died between sending it and having it counted
 PARTIAL_SECONDS = 24 * 3600
+NOTHING_SAMPLED = 1 << 40
+PRESSED = 0.9  # of maxmemory: time to free what can be freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,31 +65,15 @@ class Lease:
     group_index: int
     tries: int
     deadline: float
-    partial: bytes | None = None
-    """The last checkpoint of an earlier try; `unpack` reads it."""
+    segments: int = 0
+    """How many segments of it came home, by whatever try."""
+    partial: Trajectory | None = None
+    """The last checkpoint of an earlier try, to go on from."""
 
-
-@dataclass(frozen=True, slots=True)
-class Ledger:
-    """Where every attempt that was ever created is now."""
-
-    created: int
-    trained: int
-    dropped: dict[str, int]
-    live: dict[str, int]
-    by_source: dict[str, dict[str, int]]
-    """Per task source: created, trained, dropped, live."""
-
-    @property
-    def lost(self) -> int:
-        return self.created - self.trained - sum(self.dropped.values()) - sum(self.live.values())
-
-    @property
-    def balanced(self) -> bool:
-        """Nothing is lost, neither in all nor for any source, and the sources add up to the live sets."""
-        rows = self.by_source.values()
-        each = all(row["created"] == row["trained"] + row["dropped"] + row["live"] for row in rows)
-        return self.lost == 0 and each and sum(row["live"] for row in rows) == sum(self.live.values())
+    def piece(self, number: int) -> "Lease":
+        """The same lease under the name of the attempt's segment `number`, from 1."""
+        group = f"{self.group}:{number}"
+        return replace(self, attempt=f"{group}/0", group=group)
 
 
 class ReplayBuffer:
@@ -92,15 +86,30 @@ class ReplayBuffer:
     def __init__(self, settings: BufferSettings, on_restart: Callable[[], None] = lambda: None) -> None:
         self._settings = settings
         self._connection = Connection(settings, on_restart)
-        self._script = self._connection.script(files(__package__).joinpath("life_cycle.lua").read_text())
+        folder = files(__package__).joinpath("life_cycle")
+        self._script = self._connection.script("".join(folder.joinpath(f"{x}.lua").read_text() for x in LIFE_CYCLE))
         self._prefix = f"{{{settings.run}}}:"
-        self._rules = (settings.eta, settings.batch_size, int(settings.lease_seconds * 1000), settings.max_tries)
+        self._rules = json.dumps(
+            {
+                "eta": settings.eta,
+                "batch_size": settings.batch_size,
+                "lease_ms": int(settings.lease_seconds * 1000),
+                "max_tries": settings.max_tries,
+                "max_uses": settings.max_uses,
+                "replace": settings.group_failures == "replace",
+                "cancel": settings.too_old == "cancel",
+                "archive": settings.archive,
+            }
+        )
+        self._weight = load_weight(settings.order)
         self._heard = "0-0"
 
     # The run as a whole
 
     def claim_run(self, identity: str) -> None:
-        """Makes the run's keys those of `identity`; RunTaken if they are somebody else's of the same name."""
+        """Makes the run's keys those of `identity`; RunTaken if they are somebody else's of the same name, and
+        UnsafeRedis if this Redis throws keys away when it is full."""
+        self._check_server()
         name = f"{self._prefix}identity"
         self._connection.call("claim_run", lambda r: r.set(name, identity, nx=True))
         owner: Any = self._connection.call("claim_run", lambda r: r.get(name))
@@ -109,6 +118,14 @@ class ReplayBuffer:
                 f"Redis at {self._connection.where} already holds another run {self._settings.run!r}: choose another "
                 "name=, or delete that run there and start over with --fresh"
             )
+
+    def _check_server(self) -> None:
+        server: Any = self._connection.call("claim_run", lambda r: r.info("memory") | r.info("persistence"))
+        where = f"Redis at {self._connection.where}"
+        if (policy := server["maxmemory_policy"]) != "noeviction":
+            raise UnsafeRedis(f"{where} evicts keys when it is full ({policy}): set maxmemory-policy noeviction")
+        if not server["aof_enabled"]:
+            log.warning("%s has no append-only file: set appendonly yes, or a restart of it loses the run", where)
 
     def forget(self) -> None:
         """Deletes everything of this run, in slices, because others may share this Redis."""
@@ -135,7 +152,7 @@ class ReplayBuffer:
             if wanted <= 0:
                 break
             tasks = [source(i) for i in range(index, index + wanted)]
-            rows = [(task.source, json.dumps([task.id, task.source, task.seed])) for task in tasks]
+            rows = [(task.source, _label(task), json.dumps([task.id, task.source, task.seed])) for task in tasks]
             created += max(0, self._run("create", index, self._settings.group_size, json.dumps(rows)))
         return created
 
@@ -148,36 +165,80 @@ class ReplayBuffer:
         token = uuid.uuid4().hex
         deadline = time.monotonic() + self._settings.lease_seconds
         rows = json.loads(self._run("lease", worker, n, token))
-        partials = iter(self._blobs([row[5] for row in rows if row[5]]))
-        return [
+        partials = iter(self._blobs([(row[6], 0) for row in rows if row[6]]))
+        leases = [
             Lease(
                 attempt=attempt,
                 token=token,
                 task=Task(*json.loads(task)),
                 group=group,
                 group_size=size,
-                group_index=int(attempt.rpartition("/")[2]),
+                group_index=int(attempt.rpartition("/")[2].partition(".")[0]),
                 tries=tries,
                 deadline=deadline,
-                partial=next(partials) if partial else None,
+                segments=segments,
             )
-            for attempt, group, size, task, tries, partial in rows
+            for attempt, group, size, task, tries, segments, _ in rows
         ]
+        return [self._resumed(lease, next(partials)) if row[6] else lease for lease, row in zip(leases, rows)]
 
-    def heartbeat(self, leases: Iterable[Lease]) -> list[Lease]:
-        """Extend the leases; returns those still held, with their new deadline. Stop working on the others."""
-        leases = list(leases)
+    def _resumed(self, lease: Lease, blob: bytes | None) -> Lease:
+        try:
+            return replace(lease, partial=unpack(blob)) if blob is not None else lease
+        except CodecError as error:
+            self.start_over(lease, repr(error))
+            return lease
+
+    def abandon(self, worker: str) -> int:
+        """A worker starts under this name: take back what its predecessor still holds; returns how many attempts."""
+        return self._run("abandon", worker)
+
+    def heartbeat(self, leases: Iterable[Lease], oldest: Mapping[str, int] | None = None) -> list[Lease]:
+        """Extend the leases; returns those still held, with their new deadline. Stop working on the others.
+
+        `oldest` says which version sampled an attempt's oldest token so far: where too_old is "cancel", what is beyond
+        the staleness bound is dropped here instead of at its end.
+        """
+        leases, oldest = list(leases), oldest or {}
         deadline = time.monotonic() + self._settings.lease_seconds
-        held = self._run("heartbeat", json.dumps([(lease.attempt, lease.token) for lease in leases]))
+        rows = [
+            [lease.attempt, lease.token, *([oldest[a]] if (a := lease.attempt) in oldest else [])] for lease in leases
+        ]
+        held = self._run("heartbeat", json.dumps(rows))
         return [replace(lease, deadline=deadline) for lease, yes in zip(leases, held) if yes]
 
     def checkpoint(self, lease: Lease, trajectory: Trajectory) -> bool:
         """Keep what there is so far, for the next try should this one break off; False if the lease is lost."""
         _check_belongs(trajectory, lease)
-        name = self._blob_name("partial", lease)
-        blob = pack(trajectory)
-        self._connection.call("checkpoint", lambda r: r.set(name, blob, ex=PARTIAL_SECONDS))
-        return self._run("checkpoint", lease.attempt, lease.token, name, _or_empty(trajectory.oldest_version)) == b"ok"
+        partial = self._partial(lease, trajectory)
+        return (
+            self._send([partial], "checkpoint", lease.attempt, lease.token, partial[0], _sampled(trajectory)) == b"ok"
+        )
+
+    def start_over(self, lease: Lease, reason: str) -> None:
+        """The lease's partial cannot be continued: the ledger notes it, and the partial goes."""
+        log.warning("attempt %s starts over: %s", lease.attempt, reason)
+        self._run("start_over", lease.attempt, lease.token)
+
+    def segment(
+        self, lease: Lease, number: int, piece: Trajectory, so_far: Trajectory
+    ) -> Literal["ok", "gone", "duplicate"]:
+        """Bring home segment `number` of an unfinished episode, and the checkpoint that goes on from it, in one step.
+
+        `piece` becomes claimable at once, before the episode ends; of one episode earlier segments are claimed first.
+        Numbers grow from lease.segments + 1. Only for groups of one.
+        """
+        if lease.group_size > 1:
+            raise ValueError(
+                f"attempt {lease.attempt} is one of {lease.group_size}: groups cannot come home in segments"
+            )
+        name = lease.piece(number)
+        _check_belongs(piece, name)
+        _check_belongs(so_far, lease)
+        payload, partial = self._payload(name, piece), self._partial(lease, so_far)
+        names = (payload[0], partial[0], _sampled(so_far))
+        facts = _facts(piece, payload[1])
+        return self._bring([payload, partial], "segment", lease.attempt, lease.token, number, *names, *facts)
 
     def complete(self, lease: Lease, trajectory: Trajectory) -> Literal["ok", "gone", "duplicate"]:
         """Bring the finished trajectory home. Keep it until this returns.
@@ -185,15 +246,10 @@ class ReplayBuffer:
         gone: the lease was lost, and somebody else has the attempt. duplicate: it was already home, from this lease.
         """
         _check_belongs(trajectory, lease)
-        name = self._blob_name("payload", lease)
-        blob = pack(trajectory)
-        oldest = _or_empty(trajectory.oldest_version)
-        while True:
-            # not over an older copy: that one may already count, and must not begin to expire
-            self._connection.call("complete", lambda r: r.set(name, blob, ex=UNCOUNTED_SECONDS, nx=True))
-            answer = self._run("complete", lease.attempt, lease.token, name, oldest).decode()
-            if answer != "resend":  # Redis came back without the payload
-                return answer
+        payload = self._payload(lease, trajectory)
+        return self._bring(
+            [payload], "complete", lease.attempt, lease.token, payload[0], *_facts(trajectory, payload[1])
+        )
 
     def fail(self, lease: Lease, reason: str, detail: str = "") -> Literal["requeued", "dropped", "gone"]:
         """The infrastructure failed, not the agent: try again, up to max_tries, then drop it as env_failed."""
@@ -207,25 +263,55 @@ class ReplayBuffer:
     # Learning
 
     def claim(self, step: int) -> list[str] | None:
-        """The attempts of this learner step, by group, oldest first; None while fewer than batch_size groups are ready.
+        """The attempts of this learner step, by group; None while fewer than batch_size groups are ready.
 
-        Asked again, by any rank, after any crash, it answers the same until `commit` or `rewind`.
+        Asked again, by any rank, after any crash, it answers the same until `commit`, `rewind` or `withdraw`. An
+        attempt that pads its group is there more than once.
         """
-        answer = self._run("claim", step)
+        order, chosen = self._settings.order, "[]"
+        if self._weight is not None:
+            seed = f"{self._settings.run} {step}"
+            order, chosen = (
+                "chosen",
+                json.dumps(sample(self.candidates(), self._settings.batch_size, self._weight, seed)),
+            )
+        answer = self._run("claim", step, order, chosen)
         if answer == b"committed":
             raise StepCommitted(
                 f"step {step} of run {self._settings.run} is in a durable checkpoint: is there a second learner?"
             )
-        return json.loads(answer) if answer is not None else None
+        return json.loads(answer)["ids"] if answer is not None else None
+
+    def candidates(self) -> list[Candidate]:
+        """What can be claimed now, oldest first."""
+        rows = json.loads(self._run("candidates"))
+        return [Candidate(*row[:-1], waiting_seconds=row[-1] / 1000) for row in rows]
 
     def get(self, ids: list[str]) -> list[Trajectory]:
-        """The trajectories of these attempts, in this order."""
-        names = [name.decode() for name in self._run("payloads", json.dumps(ids))]
-        blobs = self._blobs(names)
-        missing = [attempt for attempt, blob in zip(ids, blobs) if blob is None]
-        if missing:
-            raise PayloadLost(f"no payload for {missing}: restart the learner, so that they are run again")
-        return [_unpack(attempt, blob) for attempt, blob in zip(ids, blobs) if blob is not None]
+        """The trajectories of these attempts, in this order. Unreadable names those whose payload is missing or
+        corrupt: `withdraw` them, and claim the step again."""
+        wanted = list(dict.fromkeys(ids))
+        flat = self._run("payloads", json.dumps(wanted))
+        blobs = self._blobs([(name.decode(), size) for name, size in zip(flat[0::2], flat[1::2])])
+        found: dict[str, Trajectory] = {}
+        unreadable: dict[str, str] = {}
+        for attempt, blob in zip(wanted, blobs):
+            try:
+                if blob is None:
+                    unreadable[attempt] = "missing"
+                else:
+                    found[attempt] = unpack(blob)
+            except CodecError as error:
+                unreadable[attempt] = f"{type(error).__name__}: {error}"
+        if unreadable:
+            raise Unreadable(unreadable)
+        return [found[attempt] for attempt in ids]
+
+    def withdraw(self, step: int, unreadable: Mapping[str, str]) -> None:
+        """Some payloads of this step cannot be read: what is corrupt is dropped (rejected) and kept aside, what is
+        missing is run again, and the next `claim` makes the step anew. No rank may have trained on it."""
+        log.error("step %d is claimed anew without %s", step, dict(unreadable))
+        self._run("withdraw", step, json.dumps(list(unreadable)))
 
     def publish(self, version: int, trained_step: int) -> None:
         """`version` is the current policy now: steps up to `trained_step` make room, what became too old is dropped."""
@@ -263,26 +349,70 @@ class ReplayBuffer:
         """The current policy version."""
         return self._run("version")
 
+    def archive(self, folder: Path) -> int:
+        """Write what was trained or dropped since the last call to files in `folder`; returns how many trajectories.
+
+        Only then do their payloads leave Redis. A file is named by the number of its first trajectory, so that a crash
+        in between writes the same file again instead of a second copy.
+        """
+        written = 0
+        while True:
+            first, rows = self._run("outbox", ARCHIVE_TOGETHER)
+            if not rows:
+                return written
+            entries = [row.decode().split("|", 2) for row in rows]
+            blobs = self._blobs([(payload, 0) for _, _, payload in entries])
+            kept = []
+            for (attempt, became, _), blob in zip(entries, blobs):
+                try:
+                    check(blob or b"")
+                    state = self.state(attempt) if became == "trained" else became
+                    kept.append((blob or b"", state or became))
+                except CodecError as error:
+                    log.error("attempt %s (%s) is not archived: %s", attempt, became, error)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_blobs(folder / f"{first:012d}.archive", kept)
+            self._run("archived", first, json.dumps([payload for _, _, payload in entries]))
+            written += len(kept)
+
     # Questions
 
     def ledger(self) -> Ledger:
         """Where every attempt is, at one instant."""
         live, flat = self._run("ledger")
-        return _to_ledger(json.loads(live), dict(zip(flat[0::2], map(int, flat[1::2]))))
+        return to_ledger(json.loads(live), {name.decode(): int(n) for name, n in zip(flat[0::2], flat[1::2])})
+
+    def story(self, attempt: str) -> Story | None:
+        """Everything that happened to an attempt; None if there is no such attempt."""
+        answer = self._run("story", attempt)
+        return None if answer is None else to_story(attempt, answer)
 
     def state(self, attempt: str) -> str | None:
         """queued, leased, ready, claimed, trained:<step> or dropped:<reason>; None if there is no such attempt."""
-        answer = self._run("state", attempt)
-        return None if answer is None else answer.decode()
+        answer = self._run("story", attempt)
+        return None if answer is None else answer[0].decode() or outcome(answer[2].decode())
+
+    def aside(self) -> dict[str, bytes | None]:
+        """The newest attempts that were poisoned or rejected, with the payload or partial they left (for a week)."""
+        rows = [row.partition("|") for row in json.loads(self._run("stats"))["aside"]]
+        return dict(zip([row[0] for row in rows], self._blobs([(row[2], 0) for row in rows])))
+
+    def pressed(self) -> bool:
+        """Whether Redis is so full that what a checkpoint frees is needed now."""
+        memory: Any = self._connection.call("pressed", lambda r: r.info("memory"))
+        return 0 < PRESSED * memory["maxmemory"] < memory["used_memory"]
 
     def stats(self) -> dict[str, Any]:
-        """Numbers to watch: states, room, staleness of what is claimable (staleness -> groups), failures, memory."""
+        """Numbers to watch: states, room, staleness of what is claimable (staleness -> groups) and of what was trained
+        (see `staleness_trained`: versions and seconds in flight and in the queue), failures, memory."""
         stats = json.loads(self._run("stats"))
         memory: Any = self._connection.call("stats", lambda r: r.info("memory"))
         staleness = Counter(max(0, stats["version"] - v) for v in stats.pop("complete_versions"))
         return stats | {
+            "staleness_trained": _distribution(list(stats["staleness"])),
             "staleness": dict(sorted(staleness.items())),
             "failures": [json.loads(note) for note in stats["failures"]],
+            "aside": [row.partition("|")[0] for row in stats["aside"]],
             "memory_bytes": memory["used_memory"],
             "memory_limit_bytes": memory["maxmemory"],
         }
@@ -308,18 +438,48 @@ class ReplayBuffer:
             log.warning("Redis does not rewrite its file (%s); after a power cut run redis-check-aof --fix", error)
 
     def _run(self, transition: str, *args: Any) -> Any:
+        return self._send([], transition, *args)
+
+    def _send(self, blobs: list[tuple[str, bytes, dict[str, Any]]], transition: str, *args: Any) -> Any:
+        """The transition, and in the same breath before it the blobs that it counts."""
         connection = self._connection
-        return self._script(transition, [self._prefix], lambda: [transition, *self._rules, connection.run_id, *args])
+        return self._script(
+            transition, [self._prefix], lambda: [transition, self._rules, connection.run_id, *args], blobs
+        )
 
-    def _blob_name(self, kind: str, lease: Lease) -> str:
-        return f"{self._prefix}{kind}:{lease.attempt}:{lease.token}"
+    def _bring(self, blobs: list[tuple[str, bytes, dict[str, Any]]], transition: str, *args: Any) -> Any:
+        while True:
+            answer = self._send(blobs, transition, *args).decode()
+            if answer != "resend":  # Redis came back without the payload
+                return answer
 
-    def _blobs(self, names: list[str]) -> list[bytes | None]:
+    def _payload(self, lease: Lease, trajectory: Trajectory) -> tuple[str, bytes, dict[str, Any]]:
+        # nx: not over an older copy, which may already count and must not begin to expire
+        name = f"{self._prefix}payload:{lease.attempt}:{lease.token}"
+        return name, pack(trajectory, self._settings.compresses), {"ex": UNCOUNTED_SECONDS, "nx": True}
+
+    def _partial(self, lease: Lease, trajectory: Trajectory) -> tuple[str, bytes, dict[str, Any]]:
+        name = f"{self._prefix}partial:{lease.attempt}:{lease.token}"
+        return name, pack(trajectory, self._settings.compresses), {"ex": PARTIAL_SECONDS}
+
+    def _blobs(self, wanted: list[tuple[str, int]]) -> list[bytes | None]:
+        """The values of these (name, bytes); None for a name that is gone or empty."""
         blobs: list[bytes | None] = []
-        for i in range(0, len(names), READ_TOGETHER):
-            some = names[i : i + READ_TOGETHER]
-            blobs += self._connection.call("get", lambda r, some=some: r.mget(some))  # type: ignore[misc]
+        some: list[str] = []
+        size = 0
+        for i, (name, bytes_) in enumerate(wanted, 1):
+            some.append(name)
+            size += bytes_
+            if len(some) == READ_TOGETHER or size >= READ_BYTES or i == len(wanted):
+                blobs += self._connection.call("get", lambda r, some=some: r.mget(some))  # type: ignore[misc]
+                some, size = [], 0
         return blobs
+
+
+def _sampled(trajectory: Trajectory) -> int:
+    """The oldest version of a partial; one of which nothing was sampled never gets too old."""
+    oldest = trajectory.oldest_version
+    return NOTHING_SAMPLED if oldest is None else oldest
 
 
 def _check_belongs(trajectory: Trajectory, lease: Lease) -> None:
@@ -329,34 +489,26 @@ def _check_belongs(trajectory: Trajectory, lease: Lease) -> None:
         raise ValueError(f"the trajectory says attempt, group, size, index = {theirs}, the lease says {ours}")
 
 
-def _unpack(attempt: str, blob: bytes) -> Trajectory:
-    try:
-        return unpack(blob)
-    except CodecError as error:
-        error.add_note(f"in the payload of attempt {attempt}")
-        raise
-
-
 def _or_empty(version: int | None) -> int | str:
     return "" if version is None else version
 
 
-def _to_ledger(live: dict[str, int], counts: dict[bytes, int]) -> Ledger:
-    created = trained = 0
-    dropped: Counter[str] = Counter()
-    by_source: dict[str, Counter[str]] = {}
-    for field, count in counts.items():
-        what, _, source = field.decode().partition("|")
-        row = by_source.setdefault(source, Counter(created=0, trained=0, dropped=0, live=0))
-        if what == "created":
-            created += count
-            row["created"] += count
-        elif what == "trained":
-            trained += count
-            row["trained"] += count
-        elif what.startswith("dropped:"):
-            dropped[what.removeprefix("dropped:")] += count
-            row["dropped"] += count
-        else:
-            row["live"] += count
-    return Ledger(created, trained, dict(dropped), live, {source: dict(row) for source, row in by_source.items()})
+def _facts(trajectory: Trajectory, blob: bytes) -> tuple[Any, ...]:
+    """What the life cycle keeps of a trajectory that came home."""
+    oldest, newest = _or_empty(trajectory.oldest_version), _or_empty(trajectory.newest_version)
+    return oldest, newest, trajectory.reward, trajectory.n_tokens, len(blob)
+
+
+def _label(task: Task) -> str:
+    """The task as stories keep it, after its source."""
+    return str(task.seed) if task.id == f"{task.source}/{task.seed}" else f"{task.seed}:{json.dumps(task.id)}"
+
+
+def _distribution(flat: list[str]) -> dict[str, dict[float, int]]:
+    """Of trained attempts: staleness in flight, in the queue and in all -> versions, or seconds below which -> number."""
+    found: dict[str, dict[float, int]] = {}
+    for name, count in zip(flat[0::2], flat[1::2]):
+        which, _, bucket = name.partition("|")
+        at = 2.0 ** int(bucket) if which.endswith("_seconds") else int(bucket)
+        found.setdefault(which, {})[at] = int(count)
+    return {which: dict(sorted(buckets.items())) for which, buckets in sorted(found.items())}

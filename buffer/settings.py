@@ -1,10 +1,11 @@
 """How a run uses its Redis. Both sides must read the same values; the recipe guarantees it."""
 
 import ipaddress
-from typing import Annotated
+import re
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from .errors import InsecureRedis
 
@@ -16,20 +17,56 @@ class BufferSettings(BaseModel):
     """Name of the run; all its keys share the hash tag {run}, so several runs may share one Redis."""
     url: str
     """Where Redis is, percent-encoded: unix:///path.sock, redis://host:port, rediss://user:password@host:port (TLS)."""
-    batch_size: Annotated[int, Field(ge=1)]
+    batch_size: Annotated[int, Field(ge=1, le=4096)]
     """Groups in one learner step."""
-    group_size: Annotated[int, Field(ge=1)] = 1
+    group_size: Annotated[int, Field(ge=1, le=1024)] = 1
     """Rollouts of one task that become claimable together."""
+    group_failures: Literal["pad", "replace"] = "pad"
+    """What becomes of a group that lost members: pad repeats its valid ones if they are more than half, else the group
+    is dropped (GLM-5, arXiv 2602.15763); replace runs another attempt for each, up to the group's size in all."""
     eta: Annotated[int, Field(ge=0)] = 4
     """Staleness bound: how many policy versions the oldest sampled token may lie behind at claim; 0 is synchronous."""
+    too_old: Literal["finish", "cancel"] = "finish"
+    """What becomes of an episode whose first tokens are beyond the bound while it runs: finish lets it end and then
+    drops it (stale); cancel stops it at its next heartbeat (cancelled), which saves engine time."""
+    order: str = "oldest"
+    """Which trajectories are claimed first: oldest, freshest, or by weights from your function, "package.module:name",
+    that takes a Candidate and returns how likely it is to be taken in proportion to the others; 0 is never."""
+    max_uses: Annotated[int, Field(ge=1)] = 1
+    """In how many learner steps a trajectory may be trained on before it is too old."""
     lease_seconds: Annotated[float, Field(gt=0)] = 60.0
     """A worker that sends no heartbeat for so long has lost its attempts."""
     max_tries: Annotated[int, Field(ge=1)] = 3
-    """An attempt that fails so often is dropped: env_failed if its worker said so, poisoned if the worker vanished."""
+    """An attempt is dropped when its environment failed so often (env_failed), or when so many workers or learners died
+    over it (poisoned)."""
     patience_seconds: Annotated[float, Field(gt=0)] = 60.0
     """How long one call keeps retrying while Redis is away, loading or full."""
+    memory_bytes: Annotated[int, Field(ge=0)] = 0
+    """Memory that a Redis of the run's own may take (its maxmemory); when it is full actors wait. 0: no limit."""
+    compress: Literal["auto", "always", "never"] = "auto"
+    """Whether payloads are compressed (zstd): auto does so on the way to another machine, where the network is slower
+    than the compression; always also halves the memory of a local Redis, at the cost of time."""
+    archive: bool = False
+    """Keep trained and dropped trajectories in compressed files of the run's folder, for audit and offline training."""
     insecure: bool = False
     """Allow a remote Redis without password and TLS: anyone on that network can read and forge trajectories."""
+
+    @field_validator("order")
+    @classmethod
+    def _known_order(cls, order: str) -> str:
+        if order not in ("oldest", "freshest") and not re.fullmatch(r"[\w.]+:\w+", order):
+            raise ValueError("must be oldest, freshest, or a function as package.module:function")
+        return order
+
+    @property
+    def is_local(self) -> bool:
+        """Whether Redis is on this machine."""
+        parts = urlsplit(self.url)
+        return parts.scheme == "unix" or _is_loopback(parts.hostname)
+
+    @property
+    def compresses(self) -> bool:
+        return self.compress == "always" or (self.compress == "auto" and not self.is_local)
 
     @model_validator(mode="after")
     def _refuse_an_open_redis(self) -> "BufferSettings":
@@ -37,7 +74,7 @@ class BufferSettings(BaseModel):
         if parts.scheme not in ("unix", "redis", "rediss"):
             raise ValueError(f"url must begin with unix://, redis:// or rediss://, not {parts.scheme}://")
         protected = parts.scheme == "rediss" and parts.password
-        if not (self.insecure or protected or parts.scheme == "unix" or _is_loopback(parts.hostname)):
+        if not (self.insecure or protected or self.is_local):
             raise InsecureRedis(
                 f"{parts.hostname} is remote, and {parts.scheme}:// without "
                 f"{'a password' if parts.scheme == 'rediss' else 'TLS'} lets its network read and forge trajectories: "

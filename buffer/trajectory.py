@@ -7,7 +7,7 @@ reader checks again.
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ NOT_SAMPLED = -1
 
 Status = Literal["terminated", "truncated", "segment"]
 
+_COLUMNS = {"tokens": np.int32, "sampled": np.bool_, "logprobs": np.float32, "versions": np.int32}
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -29,8 +31,7 @@ class Task:
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """The tokens of one message's content; what the chat template writes around it belongs to no turn.
 
     Turn(12, 40, "tool", tool="run_tests", seconds=0.02)
@@ -63,25 +64,25 @@ class Trace:
     kind: str = "main"
 
     def __post_init__(self) -> None:
-        columns = {"tokens": np.int32, "sampled": np.bool_, "logprobs": np.float32, "versions": np.int32}
-        for name, dtype in columns.items():
+        for name, dtype in _COLUMNS.items():
             object.__setattr__(self, name, np.ascontiguousarray(getattr(self, name), dtype))
-        shapes = {name: getattr(self, name).shape for name in columns}
-        if set(shapes.values()) != {(len(self),)} or not len(self):
+        length = len(self.tokens)
+        shapes = {name: getattr(self, name).shape for name in _COLUMNS}
+        if set(shapes.values()) != {(length,)} or not length:
             raise InvalidTrajectory(f"a trace needs columns of one length above 0: {shapes}")
         if int(self.tokens.min()) < 0:
             raise InvalidTrajectory("a token id is negative")
         if int(self.versions.min()) < NOT_SAMPLED or ((self.versions >= 0) != self.sampled).any():
             raise InvalidTrajectory("a token has a version if and only if it was sampled, else -1")
-        if not np.isfinite(self.logprobs).all() or self.logprobs[~self.sampled].any():
+        if not np.isfinite(self.logprobs).all() or ((self.logprobs != 0) > self.sampled).any():
             raise InvalidTrajectory("log-probabilities must be finite, and 0 where nothing was sampled")
         for position, value in self.rewards:
-            if not (0 <= position < len(self) and math.isfinite(value)):
-                raise InvalidTrajectory(f"reward {value} at position {position} of {len(self)} tokens")
+            if not (0 <= position < length and math.isfinite(value)):
+                raise InvalidTrajectory(f"reward {value} at position {position} of {length} tokens")
         end = 0
         for turn in self.turns:
-            if not end <= turn.start <= turn.end <= len(self):
-                raise InvalidTrajectory(f"{turn} overlaps the one before it or leaves the {len(self)} tokens")
+            if not end <= turn.start <= turn.end <= length:
+                raise InvalidTrajectory(f"{turn} overlaps the one before it or leaves the {length} tokens")
             end = turn.end
 
     def __len__(self) -> int:
@@ -91,8 +92,7 @@ class Trace:
         if not isinstance(other, Trace):
             return NotImplemented
         ours, theirs = ((t.rewards, t.turns, t.parent, t.kind) for t in (self, other))
-        columns = ("tokens", "sampled", "logprobs", "versions")
-        return ours == theirs and all(np.array_equal(getattr(self, c), getattr(other, c)) for c in columns)
+        return ours == theirs and all(np.array_equal(getattr(self, c), getattr(other, c)) for c in _COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +117,8 @@ class Trajectory:
     sampling: dict[str, Any] = field(default_factory=dict)
     """What the engine was asked for: temperature, top_p, ..."""
     schema: int = SCHEMA
+    state: dict[str, Any] = field(default_factory=dict)
+    """What a worker needs to go on with an unfinished episode; empty once it is finished."""
 
     def __post_init__(self) -> None:
         if self.status not in get_args(Status):
@@ -134,8 +136,15 @@ class Trajectory:
     @property
     def oldest_version(self) -> int | None:
         """The oldest weights that sampled a token of it; None if nothing was sampled."""
-        oldest = [int(trace.versions[trace.sampled].min()) for trace in self.traces if trace.sampled.any()]
-        return min(oldest, default=None)
+        # seen as unsigned, NOT_SAMPLED is the largest number: one pass, and nothing is copied
+        oldest = min(int(trace.versions.view(np.uint32).min()) for trace in self.traces)
+        return None if oldest == NOT_SAMPLED % 2**32 else oldest
+
+    @property
+    def newest_version(self) -> int | None:
+        """The newest weights that sampled a token of it; None if nothing was sampled."""
+        newest = max(int(trace.versions.max()) for trace in self.traces)
+        return None if newest == NOT_SAMPLED else newest
 
     @property
     def n_tokens(self) -> int:
@@ -143,4 +152,4 @@ class Trajectory:
 
     @property
     def n_sampled(self) -> int:
-        return sum(int(trace.sampled.sum()) for trace in self.traces)
+        return sum(int(np.count_nonzero(trace.sampled)) for trace in self.traces)

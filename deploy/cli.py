@@ -5,17 +5,20 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import asdict
+from datetime import datetime
 from importlib.util import find_spec
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, TypeVar
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
+from typer.core import TyperGroup
 
-from ..buffer import BufferError, Ledger, ReplayBuffer
+from ..buffer import BufferError, Ledger, ReplayBuffer, Story
 from .paths import RunPaths
 from .processes import RunFailed, redis_server
 from .recipe import Recipe, RecipeError, describe, load
@@ -28,10 +31,25 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train coding agents by asynchronous reinforcement learning.",
 )
+
+
+class _Ledger(TyperGroup):
+    """`argosy ledger RECIPE` is `argosy ledger table RECIPE`."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        if not args or args[0] not in (*self.commands, "--help"):
+            args = ["table", *args]
+        return super().parse_args(ctx, args)
+
+
+ledger_app = typer.Typer(cls=_Ledger, help="What became of every attempt of a run, or of one.")
+app.add_typer(ledger_app, name="ledger")
 RecipeName = Annotated[str, typer.Argument(help="A YAML file, or the name of a recipe that comes with Argosy.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings to change, as key.path=value.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Forget what an earlier run of this name did.")]
 ENGINE_AND_TRAINER = ("torch", "sglang", "megatron")
+T = TypeVar("T")
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 
@@ -53,19 +71,38 @@ def config(recipe: RecipeName, overrides: Overrides = None) -> None:
     print("\n".join(describe(load(recipe, overrides or ())[0])))
 
 
-@app.command()
-def ledger(
+@ledger_app.command("table")
+def ledger_table(
     recipe: RecipeName = "demo",
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print what became of every attempt of a run: created = trained + dropped + live."""
-    logging.basicConfig(level=logging.ERROR)  # not that a Redis woken for this is still reading its file
-    found = asyncio.run(_ledger(*load(recipe, overrides or ())))
+    found, stats = _ask(recipe, overrides, lambda buffer: (buffer.ledger(), buffer.stats()))
     if as_json:
-        print(json.dumps({**asdict(found), "lost": found.lost, "balanced": found.balanced}, indent=2))
+        whole = {**asdict(found), "lost": found.lost, "balanced": found.balanced, "stats": stats}
+        print(json.dumps(whole, indent=2))
     else:
-        Console().print(_ledger_table(found))
+        Console().print(Group(_ledger_table(found), *_staleness_table(stats["staleness_trained"])))
+
+
+@ledger_app.command("show")
+def ledger_show(
+    attempt: Annotated[str, typer.Argument(help="For instance 17/0: the first attempt at task 17.")],
+    recipe: RecipeName = "demo",
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    save: Annotated[Path | None, typer.Option(help="Write what was kept aside of it to this file.")] = None,
+) -> None:
+    """Print everything that happened to one attempt."""
+    story, aside = _ask(recipe, overrides, lambda buffer: (buffer.story(attempt), buffer.aside() if save else {}))
+    if story is None:
+        raise RunFailed(f"there is no attempt {attempt!r} in this run")
+    if save:
+        if (blob := aside.get(attempt)) is None:
+            raise RunFailed(f"nothing is kept aside of attempt {attempt}: it is {story.state}")
+        save.write_bytes(blob)
+    print(json.dumps(asdict(story), indent=2) if as_json else "\n".join(_told(story)))
 
 
 def _train(recipe: Recipe, paths: RunPaths, fresh: bool) -> None:
@@ -97,9 +134,16 @@ def _forget(recipe: Recipe, paths: RunPaths) -> None:
         shutil.rmtree(paths.root)
 
 
-async def _ledger(recipe: Recipe, paths: RunPaths) -> Ledger:
-    async with _redis_of(recipe, paths):
-        return await asyncio.to_thread(ReplayBuffer(recipe.buffer).ledger)
+def _ask(recipe: str, overrides: list[str] | None, question: Callable[[ReplayBuffer], T]) -> T:
+    """Asks a run's buffer, whether the run goes on or not."""
+    logging.basicConfig(level=logging.ERROR)  # not that a Redis woken for this is still reading its file
+    checked, paths = load(recipe, overrides or ())
+
+    async def ask() -> T:
+        async with _redis_of(checked, paths):
+            return await asyncio.to_thread(question, ReplayBuffer(checked.buffer))
+
+    return asyncio.run(ask())
 
 
 @asynccontextmanager
@@ -117,7 +161,7 @@ async def _redis_of(recipe: Recipe, paths: RunPaths) -> AsyncIterator[None]:
             yield
             return
         paths.redis_socket.unlink(missing_ok=True)  # of one that was killed
-        process = redis_server(paths.redis, paths.redis_socket, paths.logs / "redis.log")
+        process = redis_server(paths.redis, paths.redis_socket, paths.logs / "redis.log")  # reads even if it is full
         running = asyncio.create_task(process.run())
         try:
             while not paths.redis_socket.exists() and not running.done():
@@ -131,20 +175,55 @@ async def _redis_of(recipe: Recipe, paths: RunPaths) -> AsyncIterator[None]:
 
 
 def _ledger_table(ledger: Ledger) -> Table:
+    """A row for each number there is, a column for each task source."""
     table = Table(title="created = trained + dropped + live", title_justify="left")
-    for column in ("source", "created", "trained", "dropped", "live"):
-        table.add_column(column, justify="left" if column == "source" else "right")
-    for source, row in ledger.by_source.items():
-        table.add_row(source, *(str(row[key]) for key in ("created", "trained", "dropped", "live")))
-    total = (ledger.created, ledger.trained, sum(ledger.dropped.values()), sum(ledger.live.values()))
+    columns = [*ledger.by_source.values(), ledger] if len(ledger.by_source) > 1 else [ledger]
+    names = [*ledger.by_source, "all"] if len(columns) > 1 else list(ledger.by_source) or ["all"]
+    for name in ("", *names):
+        table.add_column(name, justify="right" if name else "left")
+    table.add_row("created", *(str(one.created) for one in columns))
+    table.add_row("trained", *(str(one.trained) for one in columns))
+    table.add_row("dropped", *(str(sum(one.dropped.values())) for one in columns))
+    for reason in ledger.dropped:
+        table.add_row(f"  {reason}", *(str(one.dropped.get(reason, 0)) for one in columns), style="dim")
+    table.add_row("live", *(str(sum(one.live.values())) for one in columns))
+    for state in ledger.live:
+        table.add_row(f"  {state}", *(str(one.live[state]) for one in columns), style="dim")
     table.add_section()
-    table.add_row("all", *map(str, total))
-    for reason, number in ledger.dropped.items():
-        table.add_row(f"  {reason}", "", "", str(number), "")
-    for state, number in ledger.live.items():
-        table.add_row(f"  {state}", "", "", "", str(number))
-    table.caption = f"{ledger.lost} lost"
+    table.add_row("lost", *(str(one.lost) for one in columns))
     return table
+
+
+def _staleness_table(found: dict[str, dict[float, int]]) -> list[Table]:
+    """How far trained attempts lay behind, by quantile; in flight, in the queue, and in all."""
+    if "total" not in found:
+        return []
+    table = Table(title="staleness of what was trained", title_justify="left")
+    for name in ("", "median", "90 %", "most"):
+        table.add_column(name, justify="right" if name else "left")
+    for which in ("flight", "queue", "total", "flight_seconds", "queue_seconds"):
+        if buckets := found.get(which):
+            unit, below = ("s", "< ") if which.endswith("_seconds") else ("versions", "")
+            row = (f"{below}{_quantile(buckets, q):g}" for q in (0.5, 0.9, 1.0))
+            table.add_row(f"{which.removesuffix('_seconds')}, {unit}", *row)
+    return [table]
+
+
+def _quantile(buckets: dict[float, int], share: float) -> float:
+    left = share * sum(buckets.values())
+    for value, count in buckets.items():
+        left -= count
+        if left <= 0:
+            return value
+    return max(buckets)
+
+
+def _told(story: Story) -> Iterator[str]:
+    yield f"{story.attempt}  {story.task.id} (source {story.task.source}, seed {story.task.seed})  {story.state}"
+    for event in story.events:
+        yield f"{datetime.fromtimestamp(event.time):%Y-%m-%d %H:%M:%S}  {event.what}"
+    for name, value in story.facts.items():
+        yield f"  {name}: {value}"
 
 
 def main() -> None:

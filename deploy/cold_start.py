@@ -37,8 +37,8 @@ async def make_model(recipe: Recipe, paths: RunPaths, run: Run) -> None:
     await run(_demonstrate(recipe, paths, draft / "bytes", CORPUS_EPISODES, episodes))
     tokenizer = Tokenizer.from_file(str(draft / "bytes" / "tokenizer.json"))
     with corpus.open("w") as file:
-        for trajectory in read_archive(episodes):
-            for trace in trajectory.traces:
+        for archived in read_archive(episodes):
+            for trace in archived.trajectory.traces:
                 file.write(json.dumps(tokenizer.decode(trace.tokens.tolist(), skip_special_tokens=False)) + "\n")
     await run(_scratch(scratch, corpus, draft / "model", paths))
     (draft / "model").rename(paths.model)

@@ -127,8 +127,9 @@ def python(name: str, *arguments: str, log: Path, **options: object) -> Process:
     return Process(name, [sys.executable, "-m", *arguments], log, **options)  # type: ignore[arg-type]
 
 
-def redis_server(folder: Path, socket: Path, log: Path) -> Process:
-    """A Redis of the run's own: on a unix socket, with an append-only file, refusing writes when memory is full.
+def redis_server(folder: Path, socket: Path, log: Path, memory_bytes: int = 0) -> Process:
+    """A Redis of the run's own: on a unix socket, with an append-only file, refusing writes when `memory_bytes` are
+    used (0: no limit).
 
     Orphaned, it gets a SIGTERM: it then writes what it has to disk and removes its socket.
     """
@@ -144,7 +145,9 @@ def redis_server(folder: Path, socket: Path, log: Path) -> Process:
         "appendonly": "yes",
         "appendfsync": "everysec",
         "save": "",
+        "maxmemory": str(memory_bytes),
         "maxmemory-policy": "noeviction",
+        "hash-max-listpack-value": "256",  # the history of an attempt with a long story stays small
     }
     command = [server, *(part for key, value in options.items() for part in (f"--{key}", value))]
     return Process("redis", command, log, orphaned=signal.SIGTERM, prepare=partial(_mend, server, folder, log))

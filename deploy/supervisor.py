@@ -125,7 +125,8 @@ class Supervisor:
 
     async def _start_redis(self) -> None:
         if self.recipe.buffer.url == self.paths.redis_url:
-            self._keep(redis_server(self.paths.redis, self.paths.redis_socket, self.paths.logs / "redis.log"))
+            log = self.paths.logs / "redis.log"
+            self._keep(redis_server(self.paths.redis, self.paths.redis_socket, log, self.recipe.buffer.memory_bytes))
         if not self.paths.identity.exists():
             write_whole(self.paths.identity, uuid.uuid4().hex)
         identity = self.paths.identity.read_text()

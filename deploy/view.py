@@ -80,6 +80,7 @@ class Screen:
         self.progress = Progress(supervisor.paths)
         self._buffer = ReplayBuffer(self._recipe.buffer.model_copy(update={"patience_seconds": LEDGER_SECONDS}))
         self._ledger_read = 0.0
+        self._redis_full = False
         self._engine_tokens: list[tuple[float, int]] = []
         self._said_at = 0.0
 
@@ -91,6 +92,7 @@ class Screen:
             self._ledger_read = now
             try:
                 self.progress.ledger = await asyncio.to_thread(self._buffer.ledger)
+                self._redis_full = await asyncio.to_thread(self._buffer.pressed)
             except BufferError as error:  # Redis is being restarted; the next look will do
                 log.warning("no ledger for the view: %s", error)
 
@@ -200,6 +202,7 @@ class Screen:
         return [
             *("{process} ended with {reason} and was started again".format(**note) for note in restarts),
             *("{name} is {value:.3g}, limit {limit:.3g}: {hint}".format(**alarm) for alarm in alarms),
+            *["Redis is nearly full: actors wait until a checkpoint frees what is trained"] * self._redis_full,
         ]
 
     def _is_current(self, name: str) -> bool:

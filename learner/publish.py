@@ -111,8 +111,17 @@ def _checksum(folder: Path) -> str:
     return f"{value:08x}"
 
 
+def newest_written(run_dir: Path) -> int:
+    """The highest version that was ever written and is still there; 0 if none."""
+    return max(_versions(run_dir / "weights"), default=0)
+
+
 def _remove_old(weights: Path, served: int) -> None:
-    versions = sorted(path for path in weights.glob("v*") if path.name[1:].isdigit())
-    for path in versions[:-KEPT]:
-        if int(path.name[1:]) < served:
-            shutil.rmtree(path)
+    versions = _versions(weights)
+    for version in sorted(versions)[:-KEPT]:
+        if version < served:
+            shutil.rmtree(versions[version])
+
+
+def _versions(weights: Path) -> dict[int, Path]:
+    return {int(path.name[1:]): path for path in weights.glob("v*") if path.name[1:].isdigit()}

@@ -20,11 +20,11 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from ..buffer import BufferSettings, ReplayBuffer, Trajectory, WeightLedger, write_archive
+from ..buffer import BufferSettings, ReplayBuffer, Trajectory, Unreadable, WeightLedger, write_archive
 from . import checkpoint, metrics, ranks
 from .model import Critic, Policy
 from .optimization import Trainee, Update
-from .publish import publish
+from .publish import newest_written, publish
 from .settings import LearnerSettings
 
 log = logging.getLogger(__name__)
@@ -138,15 +138,34 @@ class Run:
         self._recorded = time.monotonic()
 
     def claim(self) -> Claim | None:
-        """Waits for the next batch; None if asked to stop meanwhile. Raises TimeoutError after `claim_seconds`."""
+        """Waits for the next batch; None if asked to stop meanwhile. Raises TimeoutError after `claim_seconds`.
+
+        What turns out to be unreadable is withdrawn, on whatever rank, and the step is claimed again.
+        """
         begun, step = time.monotonic(), self.progress.claimed + 1
+        while (ids := self._wait_for_batch(step, begun)) is not None:
+            self.progress.manifests[step] = ids
+            trajectories, unreadable = self._read(ranks.shard(ids))
+            unreadable = dict(ranks.gather(unreadable))
+            if not unreadable:
+                return Claim(step, trajectories, self.progress.version, time.monotonic() - begun)
+            del self.progress.manifests[step]
+            if ranks.is_first():
+                self.buffer.withdraw(step, unreadable)
+        return None
+
+    def _wait_for_batch(self, step: int, begun: float) -> list[str] | None:
         while True:
             ids = self.buffer.claim(step) if ranks.is_first() and not self._stop.is_set() else None
-            ids, stop = ranks.agree((ids, self._stop.is_set()))
+            pressed = ranks.is_first() and ids is None and self.buffer.pressed()
+            ids, stop, pressed = ranks.agree((ids, self._stop.is_set(), pressed))
             if stop:
                 return None
             if ids is not None:
-                break
+                return ids
+            if pressed and self.progress.claimed > self.progress.committed:
+                log.warning("Redis is nearly full: checkpointing now, to free what is trained")
+                self.checkpoint()
             if (waited := time.monotonic() - begun) > self.settings.claim_seconds:
                 raise TimeoutError(
                     f"no batch of {self.config.buffer.batch_size} groups became ready in {waited:.0f} s: "
@@ -154,9 +173,12 @@ class Run:
                 )
             if ranks.is_first():
                 self.buffer.wait(CLAIM_SLICE)
-        self.progress.manifests[step] = ids
-        waited = time.monotonic() - begun
-        return Claim(step, self.buffer.get(ranks.shard(ids)), self.progress.version, waited)
+
+    def _read(self, ids: list[str]) -> tuple[list[Trajectory], list[tuple[str, str]]]:
+        try:
+            return self.buffer.get(ids), []
+        except Unreadable as error:
+            return [], list(error.reasons.items())
 
     def finish(self, claim: Claim) -> None:
         """The batch is trained on; the next `publish` gives its places in the buffer to new attempts."""
@@ -225,11 +247,15 @@ class Run:
         checkpoint.save(self.config.run_dir, progress.saved, self._trainees(), asdict(saved))
         if ranks.is_first():
             self.buffer.commit(progress.claimed)
+            if self.config.buffer.archive:
+                self.buffer.archive(self.config.run_dir / "archive")
         progress.committed, progress.manifests = progress.claimed, known
 
     def _send_weights(self, at_least: int) -> float:
         progress = self.progress
-        issued = self.buffer.next_version(max(at_least, progress.version)) if ranks.is_first() else 0
+        # Neither the checkpoint nor a Redis that lost power may know the newest; the folder does.
+        at_least = max(at_least, progress.version, newest_written(self.config.run_dir))
+        issued = self.buffer.next_version(at_least) if ranks.is_first() else 0
         progress.version = ranks.agree(issued)
         done = publish(
             self.policy.model, self.config.model, self.config.run_dir, self.weights, progress.version, progress.total,

@@ -24,7 +24,7 @@ def imitate(run: Run) -> bool:
     settings, progress = run.settings.supervised, run.progress
     if settings is None:
         return True
-    archive = flatten(list(read_archive(settings.data)))
+    archive = flatten([archived.trajectory for archived in read_archive(settings.data)])
     if not len(archive.actions):
         raise ValueError(f"{settings.data} holds no sampled token to imitate")
     while progress.step < settings.steps:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import redis
 from argosy.buffer import BufferError, BufferSettings, ReplayBuffer, Task
-from argosy.buffer.errors import RedisRefused
+from argosy.buffer.errors import RedisRefused, UnsafeRedis
 
 from .conftest import RedisServer
 
@@ -15,6 +15,19 @@ def test_a_run_is_claimed_again_by_itself_and_by_nobody_else(make_buffer: Callab
     make_buffer().claim_run("mine")
     with pytest.raises(BufferError, match=r"Redis at unix://.* already holds another run 'test-.*--fresh"):
         make_buffer().claim_run("yours")
+
+
+def test_a_redis_that_could_lose_work_is_refused_or_said(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    buffer = ReplayBuffer(BufferSettings(run="a", batch_size=1, url=redis_server.url))
+    redis_server.client().config_set("maxmemory-policy", "allkeys-lru")
+    with pytest.raises(UnsafeRedis, match="evicts keys when it is full .allkeys-lru.: set maxmemory-policy noeviction"):
+        buffer.claim_run("mine")
+    redis_server.client().config_set("maxmemory-policy", "noeviction")
+    redis_server.client().config_set("appendonly", "no")
+    buffer.claim_run("mine")
+    assert "has no append-only file" in caplog.text
 
 
 def test_a_forgotten_run_leaves_nothing_and_its_neighbour_whole(

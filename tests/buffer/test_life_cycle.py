@@ -5,11 +5,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import redis
-from argosy.buffer import Lease, ReplayBuffer, Task, Trajectory, unpack
-from argosy.buffer.errors import PayloadLost, StepCommitted
+from argosy.buffer import Balance, Candidate, Lease, ReplayBuffer, Task, Trajectory, Unreadable, read_archive, unpack
+from argosy.buffer.errors import StepCommitted
 
 MakeBuffer = Callable[..., ReplayBuffer]
 TaskOf = Callable[[int], Task]
@@ -47,7 +48,8 @@ def test_from_task_to_trained(
     assert [buffer.state(i) for i in ("0/0", "1/0", "2/0", "9/0")] == ["trained:1", "trained:1", "queued", None]
     ledger = buffer.ledger()
     assert (ledger.created, ledger.trained, ledger.live["queued"], ledger.lost) == (3, 2, 1, 0)
-    assert ledger.by_source["count"] == {"created": 1, "trained": 1, "dropped": 0, "live": 0}
+    nothing_live = dict.fromkeys(("queued", "leased", "ready", "claimed"), 0)
+    assert ledger.by_source["count"] == Balance(created=1, trained=1, dropped={}, live=nothing_live)
     assert ledger.balanced
     assert keys(redis_url, run_name, "payload:*") == []
     with pytest.raises(StepCommitted, match="second learner"):
@@ -187,7 +189,7 @@ def test_the_next_try_resumes_from_the_last_checkpoint(
     buffer.release(lease)
     (heir,) = buffer.lease("actor-1", 1)
     assert heir.tries == 1  # leaving is not failing
-    assert heir.partial is not None and unpack(heir.partial).n_tokens == 9
+    assert heir.partial == bring(lease, 0, length=9)
     buffer.publish(2, trained_step=0)
     buffer.release(heir)
     (late,) = buffer.lease("actor-2", 1)
@@ -221,7 +223,119 @@ def test_an_attempt_that_kills_its_workers_is_poisoned(
     assert buffer.ledger().balanced
 
 
-def test_a_group_survives_a_minority_of_failures(make_buffer: MakeBuffer, task: TaskOf, bring: Bring) -> None:
+def test_failing_and_crashing_are_counted_apart(
+    make_buffer: MakeBuffer, task: TaskOf, redis_url: str, run_name: str
+) -> None:
+    buffer = make_buffer(max_tries=2)
+    buffer.put_tasks(task, 1)
+    (lease,) = buffer.lease("actor-0", 1)
+    buffer.fail(lease, "sandbox_gone")
+    (lease,) = buffer.lease("actor-0", 1)
+    expire(redis_url, run_name, lease)
+    (lease,) = buffer.lease("actor-0", 1)
+    assert lease.tries == 3
+    assert buffer.fail(lease, "sandbox_gone") == "dropped"
+
+
+def test_what_a_dead_worker_held_is_taken_back_by_its_name(make_buffer: MakeBuffer, task: TaskOf) -> None:
+    buffer = make_buffer()
+    buffer.put_tasks(task, 3)
+    old = buffer.lease("actor-0", 2)
+    (other,) = buffer.lease("actor-1", 1)
+    assert buffer.abandon("actor-0") == 2
+    assert [lease.attempt for lease in buffer.heartbeat([*old, other])] == [other.attempt]
+    assert [(lease.attempt, lease.tries) for lease in buffer.lease("actor-0", 9)] == [("0/0", 2), ("1/0", 2)]
+
+
+def test_an_attempt_that_kills_the_learner_is_poisoned_and_kept_aside(
+    make_buffer: MakeBuffer, task: TaskOf, bring: Bring
+) -> None:
+    buffer = make_buffer(batch_size=1, eta=3, max_tries=2)
+    buffer.put_tasks(task, 2)
+    leases = buffer.lease("actor-0", 2)
+    for lease in leases:
+        buffer.complete(lease, bring(lease, 0))
+    buffer.claim(1)
+    buffer.publish(buffer.next_version(), trained_step=1)
+    for _ in range(2):  # step 1 is only forgotten; it is over step 2 that the learner dies
+        assert buffer.claim(2) == ["1/0"]
+        buffer.rewind(0, [])
+        assert buffer.claim(1) == ["0/0"]
+        buffer.publish(buffer.next_version(), trained_step=1)
+    assert buffer.claim(2) is None
+    assert [buffer.state("0/0"), buffer.state("1/0")] == ["claimed", "dropped:poisoned"]
+    (attempt, blob), *rest = buffer.aside().items()
+    assert (attempt, rest) == ("1/0", [])
+    assert blob is not None and unpack(blob) == bring(leases[1], 0)
+    assert buffer.ledger().balanced
+
+
+def test_what_cannot_be_read_is_withdrawn_and_the_step_made_anew(
+    make_buffer: MakeBuffer, task: TaskOf, bring: Bring, redis_url: str, run_name: str
+) -> None:
+    buffer = make_buffer(batch_size=3, eta=1)
+    buffer.put_tasks(task, 6)
+    leases = buffer.lease("actor-0", 6)
+    for lease in leases[:4]:
+        buffer.complete(lease, bring(lease, 0))
+    ids = buffer.claim(1)
+    assert ids == ["0/0", "1/0", "2/0"]
+    client = redis.Redis.from_url(redis_url)
+    (corrupt,), (lost,) = keys(redis_url, run_name, "payload:0/0:*"), keys(redis_url, run_name, "payload:1/0:*")
+    client.setrange(corrupt, 100, b"garbage")
+    client.delete(lost)
+    with pytest.raises(Unreadable) as raised:
+        buffer.get(ids)
+    assert {attempt: reason.partition(":")[0] for attempt, reason in raised.value.reasons.items()} == {
+        "0/0": "CorruptBlob",
+        "1/0": "missing",
+    }
+    buffer.withdraw(1, raised.value.reasons)
+    assert [buffer.state(f"{i}/0") for i in range(4)] == ["dropped:rejected", "queued", "ready", "ready"]
+    assert list(buffer.aside()) == ["0/0"]
+    assert buffer.claim(1) is None
+    (again,) = buffer.lease("actor-1", 1)
+    assert (again.attempt, again.tries) == ("1/0", 1)  # it was not to blame
+    buffer.complete(again, bring(again, 0))
+    assert buffer.claim(1) == ["1/0", "2/0", "3/0"]
+    assert len(buffer.get(["1/0", "2/0", "3/0"])) == 3
+    ledger = buffer.ledger()
+    assert (ledger.dropped, ledger.balanced) == ({"rejected": 1}, True)
+
+
+def test_a_corrupt_partial_starts_over(
+    make_buffer: MakeBuffer, task: TaskOf, bring: Bring, redis_url: str, run_name: str
+) -> None:
+    buffer = make_buffer()
+    buffer.put_tasks(task, 1)
+    (lease,) = buffer.lease("actor-0", 1)
+    buffer.checkpoint(lease, bring(lease, 0))
+    buffer.release(lease)
+    (name,) = keys(redis_url, run_name, "partial:*")
+    redis.Redis.from_url(redis_url).setrange(name, 100, b"garbage")
+    (heir,) = buffer.lease("actor-1", 1)
+    assert heir.partial is None
+    story = buffer.story("0/0")
+    assert story is not None and "starts over" in story.events[-1].what
+    assert keys(redis_url, run_name, "partial:*") == []
+
+
+def test_what_runs_beyond_the_bound_is_cancelled_where_asked(
+    make_buffer: MakeBuffer, task: TaskOf, bring: Bring
+) -> None:
+    for too_old, held in (("finish", 2), ("cancel", 1)):
+        buffer = make_buffer(run=f"run-{too_old}", batch_size=1, eta=1, too_old=too_old)
+        buffer.put_tasks(task, 2)
+        leases = buffer.lease("actor-0", 2)
+        buffer.publish(2, trained_step=0)
+        assert len(buffer.heartbeat(leases, {"0/0": 0, "1/0": 1})) == held
+    assert buffer.state("0/0") == "dropped:cancelled"
+    assert buffer.complete(leases[0], bring(leases[0], 0)) == "gone"
+    assert buffer.put_tasks(task, 9) == 1
+    buffer.forget()
+
+
+def test_a_group_that_lost_members_is_padded_or_dropped(make_buffer: MakeBuffer, task: TaskOf, bring: Bring) -> None:
     buffer = make_buffer(batch_size=1, group_size=3, max_tries=1)
     buffer.put_tasks(task, 2)
     leases = buffer.lease("actor-0", 6)
@@ -229,12 +343,182 @@ def test_a_group_survives_a_minority_of_failures(make_buffer: MakeBuffer, task: 
     buffer.complete(leases[1], bring(leases[1]))
     assert buffer.claim(1) is None
     buffer.fail(leases[2], "sandbox_gone")
-    assert buffer.claim(1) == ["0/0", "0/1"]
+    assert buffer.claim(1) == ["0/0", "0/1", "0/0"]  # padded
+    assert [trajectory.attempt for trajectory in buffer.get(["0/0", "0/1", "0/0"])] == ["0/0", "0/1", "0/0"]
     buffer.fail(leases[3], "sandbox_gone")
     buffer.fail(leases[4], "sandbox_gone")
     assert [buffer.state(f"1/{i}") for i in range(3)] == ["dropped:env_failed"] * 2 + ["dropped:filtered"]
     assert buffer.complete(leases[5], bring(leases[5])) == "gone"
-    assert buffer.ledger().balanced
+    buffer.publish(1, trained_step=1)
+    buffer.commit(1)
+    assert (buffer.ledger().trained, buffer.ledger().balanced) == (2, True)
+
+
+def test_a_group_that_lost_members_gets_others(make_buffer: MakeBuffer, task: TaskOf, bring: Bring) -> None:
+    buffer = make_buffer(batch_size=1, group_size=2, max_tries=1, group_failures="replace")
+    buffer.put_tasks(task, 1)
+    kept, failed = buffer.lease("actor-0", 2)
+    buffer.complete(kept, bring(kept))
+    assert buffer.fail(failed, "sandbox_gone") == "dropped"
+    (other,) = buffer.lease("actor-0", 2)
+    assert (other.attempt, other.task, other.group_index) == ("0/1.1", failed.task, 1)
+    buffer.complete(other, bring(other))
+    assert buffer.claim(1) == ["0/0", "0/1.1"]
+    buffer.commit(1)
+    ledger = buffer.ledger()
+    assert (ledger.created, ledger.trained, ledger.dropped, ledger.balanced) == (3, 2, {"env_failed": 1}, True)
+    # a task whose environment never works does not go on for ever
+    buffer.publish(1, trained_step=1)
+    buffer.put_tasks(task, 1)
+    failed = [lease.attempt for _ in range(9) for lease in buffer.lease("actor-0", 1) if buffer.fail(lease, "gone")]
+    assert failed == ["1/0", "1/0.1", "1/0.2"]
+    ledger = buffer.ledger()
+    assert (ledger.dropped, sum(ledger.live.values())) == ({"env_failed": 4, "filtered": 1}, 0)
+
+
+def test_segments_come_home_before_their_episode_and_are_claimed_in_order(
+    make_buffer: MakeBuffer, task: TaskOf, bring: Bring
+) -> None:
+    buffer = make_buffer(batch_size=1, eta=9, order="freshest")
+    buffer.put_tasks(task, 2)
+    lease, other = buffer.lease("actor-0", 2)
+
+    def bring_segment(lease: Lease, number: int, version: int) -> str:
+        piece, so_far = bring(lease.piece(number), version), bring(lease, version)
+        return buffer.segment(lease, number, replace(piece, status="segment"), replace(so_far, status="segment"))
+
+    assert bring_segment(lease, 1, 0) == "ok"
+    assert bring_segment(lease, 1, 0) == "duplicate"
+    buffer.publish(1, trained_step=0)
+    assert bring_segment(lease, 2, 1) == "ok"
+    assert [buffer.state(f"0:{i}/0") for i in (1, 2, 3)] == ["ready", "ready", None]
+    buffer.release(lease)
+    (heir,) = buffer.lease("actor-1", 1)
+    assert (heir.segments, heir.partial) == (2, replace(bring(lease, 1), status="segment"))
+    assert bring_segment(lease, 3, 1) == "gone"
+    buffer.publish(2, trained_step=0)
+    assert bring_segment(heir, 3, 2) == "ok"
+    assert buffer.complete(heir, bring(heir, 2)) == "ok"
+    buffer.complete(other, bring(other, 1))
+    claimed = [buffer.claim(step) for step in range(1, 6)]
+    assert claimed == [["0:1/0"], ["0:2/0"], ["0:3/0"], ["0/0"], ["1/0"]]  # freshest first, and yet in order
+    assert buffer.get(["0:2/0"])[0].status == "segment"
+    buffer.publish(3, trained_step=5)
+    buffer.commit(5)
+    ledger = buffer.ledger()
+    assert (ledger.created, ledger.trained, ledger.balanced) == (5, 5, True)
+
+
+def test_an_order_of_claims(make_buffer: MakeBuffer, task: TaskOf, bring: Bring) -> None:
+    for order, expected in (("oldest", "0/0"), ("freshest", "2/0"), (f"{__name__}:only_the_second", "1/0")):
+        buffer = make_buffer(run=f"order-{expected[0]}", batch_size=1, eta=9, order=order)
+        buffer.put_tasks(task, 3)
+        for version, lease in enumerate(buffer.lease("actor-0", 3)):
+            buffer.publish(version, trained_step=0)
+            buffer.complete(lease, bring(lease, version))
+        assert buffer.claim(1) == [expected]
+        assert buffer.claim(1) == [expected]
+    assert buffer.claim(2) is None  # the others weigh nothing
+    buffer.forget()
+
+
+def only_the_second(candidate: Candidate) -> float:
+    assert (candidate.reward, candidate.tokens, candidate.uses) == (1.0, 12, 0)
+    return 1.0 if candidate.oldest_version == 1 else 0.0
+
+
+def test_a_trajectory_may_be_trained_on_more_than_once(make_buffer: MakeBuffer, task: TaskOf, bring: Bring) -> None:
+    buffer = make_buffer(batch_size=1, eta=2, max_uses=2)
+    buffer.put_tasks(task, 1)
+    (lease,) = buffer.lease("actor-0", 1)
+    buffer.complete(lease, bring(lease, 0))
+    assert buffer.claim(1) == ["0/0"]
+    assert buffer.claim(2) is None
+    buffer.publish(1, trained_step=1)
+    assert buffer.claim(2) == ["0/0"]
+    buffer.rewind(0, [])  # neither use is durable
+    assert buffer.state("0/0") == "ready"
+    assert [buffer.claim(1), buffer.claim(2)] == [["0/0"], None]
+    buffer.publish(2, trained_step=1)
+    buffer.commit(1)
+    assert buffer.state("0/0") == "ready"  # once more
+    assert buffer.claim(2) == ["0/0"]
+    buffer.publish(3, trained_step=2)
+    assert buffer.claim(3) is None
+    buffer.commit(2)
+    assert buffer.state("0/0") == "trained:2"
+    assert buffer.ledger().trained == 1
+
+    buffer.put_tasks(task, 1)
+    (lease,) = buffer.lease("actor-0", 1)
+    buffer.complete(lease, bring(lease, 3))
+    buffer.claim(3)
+    buffer.publish(4, trained_step=3)
+    buffer.publish(6, trained_step=3)  # too old for another use: what it was trained on counts
+    assert buffer.state("1/0") == "claimed"
+    buffer.commit(3)
+    assert buffer.state("1/0") == "trained:3"
+    ledger = buffer.ledger()
+    assert (ledger.trained, ledger.dropped, ledger.balanced) == (2, {}, True)
+
+
+def test_what_is_trained_or_dropped_is_archived_once(
+    make_buffer: MakeBuffer, task: TaskOf, bring: Bring, redis_url: str, run_name: str, tmp_path: Path
+) -> None:
+    buffer = make_buffer(batch_size=1, eta=1, archive=True)
+    buffer.put_tasks(task, 2)
+    first, second = buffer.lease("actor-0", 2)
+    buffer.complete(first, bring(first, 0))
+    buffer.claim(1)
+    buffer.publish(2, trained_step=1)
+    buffer.complete(second, bring(second, 0))
+    buffer.claim(2)  # drops what is stale
+    assert buffer.archive(tmp_path) == 1
+    assert buffer.archive(tmp_path) == 0
+    buffer.commit(1)
+    assert buffer.archive(tmp_path) == 1
+    found = [(one.trajectory, one.outcome) for one in read_archive(tmp_path)]
+    assert found == [(bring(second, 0), "dropped:stale"), (bring(first, 0), "trained:1")]
+    assert keys(redis_url, run_name, "payload:*") == []
+
+
+def test_the_whole_story_of_an_attempt(make_buffer: MakeBuffer, task: TaskOf, bring: Bring) -> None:
+    buffer = make_buffer(batch_size=1, eta=3)
+    buffer.put_tasks(lambda i: Task("an id of its own", "count", 7), 1)
+    (lease,) = buffer.lease("actor-0", 1)
+    buffer.fail(lease, "sandbox_gone")
+    (lease,) = buffer.lease("actor-1", 1)
+    buffer.release(lease)
+    (lease,) = buffer.lease("actor-1", 1)
+    live = buffer.story("0/0")
+    assert live is not None and (live.state, live.facts["worker"]) == ("leased", "actor-1")
+    buffer.publish(5, trained_step=0)
+    buffer.complete(lease, bring(lease, 3))
+    buffer.claim(1)
+    buffer.rewind(0, [])
+    buffer.claim(1)
+    buffer.publish(6, trained_step=1)
+    buffer.commit(1)
+    story = buffer.story("0/0")
+    assert story is not None
+    assert (story.task, story.state) == (Task("an id of its own", "count", 7), "trained:1")
+    assert [event.what for event in story.events] == [
+        "created",
+        "leased by actor-0",
+        "the environment failed",
+        "leased by actor-1",
+        "handed back",
+        "leased by actor-1",
+        "came home, sampled by version 3",
+        "claimed for step 1 at version 5",
+        "ready again: the learner lost the step",
+        "claimed for step 1 at version 5",
+        "trained",
+    ]
+    assert abs(story.events[-1].time - time.time()) < 60
+    assert buffer.story("8/0") is None
+    staleness = buffer.stats()["staleness_trained"]
+    assert [staleness[which] for which in ("flight", "queue", "total")] == [{2: 1}, {0: 1}, {2: 1}]
 
 
 def test_rewind_returns_what_no_checkpoint_holds(make_buffer: MakeBuffer, task: TaskOf, bring: Bring) -> None:
@@ -287,7 +571,7 @@ def test_reconcile_makes_the_learner_right(make_buffer: MakeBuffer, task: TaskOf
     assert buffer.state("4/0") == "claimed"  # not run again while its gradient lives
     assert (buffer.version(), buffer.next_version()) == (7, 8)
     assert buffer.claim(2) == ["1/0"]
-    with pytest.raises(PayloadLost, match="3/0"):
+    with pytest.raises(Unreadable, match="3/0"):
         buffer.get(["1/0", "3/0"])
     buffer.commit(3)
     assert [buffer.state(f"{i}/0") for i in (1, 3, 4)] == ["trained:2", "trained:3", "claimed"]
@@ -362,5 +646,7 @@ def test_history_is_compact(make_buffer: MakeBuffer, task: TaskOf, bring: Bring,
         buffer.commit(step)
     client = redis.Redis.from_url(redis_url)
     history = keys(redis_url, run_name, "history:*")
-    assert sum(client.memory_usage(name) or 0 for name in history) / 640 < 48  # bytes an attempt
+    size = sum(client.memory_usage(name) or 0 for name in history) / 640
+    print(f"{size:.1f} bytes an attempt")
+    assert size < 60
     assert len(keys(redis_url, run_name)) - len(history) < 20

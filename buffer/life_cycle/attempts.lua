@@ -1,0 +1,227 @@
+-- The life of an attempt.
+--
+--     queued -> leased -> ready -> claimed -> trained
+--                 |         |  \-> ready again (rewind: the learner crashed before its checkpoint; or max_uses allows it)
+--                 |         \-> dropped: stale | filtered | poisoned | rejected | lost
+--                 \-> queued again (lease expired, failed, released) | dropped: env_failed | poisoned | cancelled
+--
+-- An attempt is in exactly one state: in one of the sorted sets queued, leased, ready, claimed, or in the history. Redis
+-- runs a transition atomically, and every transition may be repeated. The files of this folder are one script:
+-- attempts (this one), groups, then the transitions in admission, work, learning and questions, and last their call.
+--
+-- Attempt "17/2" is member 2 of group "17", the 17th task; "17/2.1" is the first to replace it. A segment of an
+-- unfinished episode is a group of its own, "17:3", with the one attempt "17:3/0".
+--
+-- KEYS[1] = "{run}:"    ARGV = transition, rules as JSON, Redis' run id ('' if the caller does not know it yet), then the
+-- transition's own arguments
+
+local run, rules, server = KEYS[1], cjson.decode(ARGV[2]), ARGV[3]
+
+-- Key names: here and nowhere else. The names of payloads and partials come from the caller and are kept in the attempt.
+
+local key = {
+  control = run .. 'control',       -- HASH    version, issued, next_index, trained, committed, late, archived, born,
+                                    --         server
+  ledger = run .. 'ledger',         -- HASH    <state or outcome>|<source> -> count
+  staleness = run .. 'staleness',   -- HASH    <which>|<bucket> -> trained attempts, see measure()
+  queued = run .. 'queued',         -- ZSET    attempt -> index of its group
+  leased = run .. 'leased',         -- ZSET    attempt -> deadline in ms
+  ready = run .. 'ready',           -- ZSET    attempt -> ms when it came home
+  claimed = run .. 'claimed',       -- ZSET    attempt -> the last learner step that claimed it
+  complete = run .. 'complete',     -- ZSET    group whose every member is home -> score(oldest sampled version, index)
+  offers = run .. 'offers',         -- HASH    such a group -> source|attempt,attempt,...
+  pieces = run .. 'pieces',         -- ZSET    such a group that belongs to an episode in segments -> their order
+  active = run .. 'active',         -- SET     groups that hold a place under the staleness bound
+  manifests = run .. 'manifests',   -- HASH    learner step -> JSON: step, ids, version, at (ms)
+  unborn = run .. 'unborn',         -- HASH    attempt a learner claimed before Redis forgot its creation -> step
+  names = run .. 'names',           -- HASH    worker or task source -> its number in stories
+  failures = run .. 'failures',     -- LIST    the last infrastructure failures, newest first
+  aside = run .. 'aside',           -- LIST    <attempt>|<payload> of what was poisoned or rejected, newest first
+  outbox = run .. 'outbox',         -- LIST    <attempt>|<outcome>|<payload> of what is to be archived, oldest first
+  bell = run .. 'bell',             -- STREAM  one entry; a new one says: look again
+}
+local STATES = { 'queued', 'leased', 'ready', 'claimed' }
+local function attempt_key(id) return run .. 'attempt:' .. id end     -- HASH while live: see load()
+local function group_key(group) return run .. 'group:' .. group end   -- HASH while live: size, task, label, source, alive
+local function answer_key(token) return run .. 'answer:' .. token end -- STRING, expiring: what a lease call answered
+
+local function index_of(id) return tonumber(string.match(id, '^%d+')) end
+local function group_of(id) return string.match(id, '^[^/]+') end
+local function segment_of(id) return tonumber(string.match(id, ':(%d+)')) end -- nil for a whole episode
+
+-- Few attempts to a hash keep it a listpack: about 50 bytes for a finished attempt instead of 150.
+local function history_key(id)
+  local number = segment_of(id) or tonumber(string.match(id, '/(%d+)'))
+  return run .. 'history:' .. math.floor(index_of(id) / 8) .. ':' .. math.floor(number / 8)
+end
+
+-- Small words
+
+local function now()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+local function control(field) return tonumber(redis.call('HGET', key.control, field) or 0) end
+
+local function raise_to(field, value)
+  if value > control(field) then redis.call('HSET', key.control, field, value) end
+end
+
+-- Older versions first, and within a version older tasks first; exact up to version 2^21 and task 2^32.
+local function score(version, index) return version * 4294967296 + index end
+local function oldest_allowed() return control('version') - rules.eta end
+
+local rung = false -- by this call; once is enough
+local function ring() rung = true end
+
+-- A full Redis refuses a script at its first command that needs memory, unless the script has already written. What
+-- the learner and the heartbeats do must go on, or nothing would ever free memory again.
+local function pass_when_full() redis.call('UNLINK', run .. 'nothing') end
+
+local function unlink(name) if name then redis.call('UNLINK', name) end end
+
+local tallies = { [key.ledger] = {}, [key.staleness] = {} } -- of this call, added to the hashes at its end
+local function tally(hash, field, by) tallies[hash][field] = (tallies[hash][field] or 0) + by end
+local function count(what, source, by) tally(key.ledger, what .. '|' .. source, by) end
+
+-- Redis limits how many arguments a call may have.
+local function in_slices(command, name, items)
+  for first = 1, #items, 4000 do
+    redis.call(command, name, unpack(items, first, math.min(first + 3999, #items)))
+  end
+end
+
+-- Stories: what happened to an attempt, in a few dozen bytes. An event is a letter, what it needs, and +seconds since
+-- the event before if that is not 0.
+--
+--     q<seconds since the run's birth> created    l<worker> leased    x expired, its worker is gone    f failed
+--     r released    s started over    g<n> segment n came home    h<oldest version>-<newest> came home
+--     c<step>.<version> claimed    b put back    m its payload was missing    t trained    d<letter> dropped, see REASONS
+
+local REASONS = {
+  stale = 's', filtered = 'f', env_failed = 'e', poisoned = 'p', rejected = 'r', cancelled = 'c', lost = 'l',
+}
+
+local function number_of(name)
+  local number = redis.call('HGET', key.names, name)
+  if number then return number end
+  number = redis.call('HLEN', key.names)
+  redis.call('HSET', key.names, name, number)
+  return number
+end
+
+local born
+local function seconds(time) -- since the run's birth
+  if not born then
+    redis.call('HSETNX', key.control, 'born', time)
+    born = control('born')
+  end
+  return math.max(0, math.floor((time - born) / 1000))
+end
+
+local function tell(attempt, event, time)
+  local second, before = seconds(time or now()), tonumber(attempt.told or 0)
+  local pause = attempt.told and second - before or 0
+  attempt.told = math.max(second, before)
+  attempt.story = (attempt.story or '') .. event .. (pause > 0 and '+' .. pause or '')
+  return attempt.story
+end
+
+-- Tells an event of a live attempt and sets fields of it.
+local function note(attempt, event, ...)
+  tell(attempt, event)
+  redis.call('HSET', attempt_key(attempt.id), 'story', attempt.story, 'told', attempt.told, ...)
+end
+
+-- How far trained attempts lay behind, in versions (flight: from its oldest token to its coming home, queue: from there
+-- to its claim) and in seconds (from its first lease, as powers of two).
+local function measure(attempt, manifest)
+  if not (attempt.oldest and manifest.version) then return end
+  local oldest, home, claim = tonumber(attempt.oldest), tonumber(attempt.home), manifest.version
+  tally(key.staleness, 'flight|' .. math.max(0, home - oldest), 1)
+  tally(key.staleness, 'queue|' .. math.max(0, claim - math.max(home, oldest)), 1)
+  tally(key.staleness, 'total|' .. math.max(0, claim - oldest), 1)
+  for which, ms in pairs({
+    flight = tonumber(attempt.home_at) - tonumber(attempt.began or attempt.home_at),
+    queue = manifest.at - tonumber(attempt.home_at),
+  }) do
+    local _, exponent = math.frexp(math.max(ms, 1) / 1000)
+    tally(key.staleness, which .. '_seconds|' .. exponent, 1)
+  end
+end
+
+-- Attempts: loaded, moved between states, finished
+
+-- source, label (of the task, in stories), token, worker, payload, partial, oldest, newest, reward, tokens, home, home_at,
+-- began, sampled (the partial's oldest version), segments, failures, crashes, uses, step, story, told
+local function load(id)
+  local flat = redis.call('HGETALL', attempt_key(id))
+  if #flat == 0 then return nil end
+  local attempt = { id = id, group = group_of(id) }
+  for i = 1, #flat, 2 do attempt[flat[i]] = flat[i + 1] end
+  for _, counter in ipairs({ 'failures', 'crashes', 'uses', 'segments' }) do
+    attempt[counter] = tonumber(attempt[counter] or 0)
+  end
+  return attempt
+end
+
+local function where(id)
+  for _, state in ipairs(STATES) do
+    local rank = redis.call('ZSCORE', key[state], id)
+    if rank then return state, tonumber(rank) end
+  end
+end
+
+-- The token is there exactly while the attempt is leased.
+local function held(id, token)
+  local attempt = load(id)
+  if attempt and attempt.token == token then return attempt end
+end
+
+local function enter(attempt, state, rank)
+  redis.call('ZADD', key[state], rank, attempt.id)
+  count(state, attempt.source, 1)
+end
+
+local function leave(attempt, state)
+  redis.call('ZREM', key[state], attempt.id)
+  count(state, attempt.source, -1)
+end
+
+local function move(attempt, from, to, rank)
+  leave(attempt, from)
+  enter(attempt, to, rank)
+end
+
+local function requeue(attempt, from, event, ...)
+  redis.call('HDEL', attempt_key(attempt.id), 'token', 'worker', 'payload', 'oldest', 'newest')
+  note(attempt, event, ...)
+  move(attempt, from, 'queued', index_of(attempt.id))
+  ring()
+end
+
+local ASIDE, ASIDE_MS = 100, 7 * 24 * 3600 * 1000
+local function keep_aside(attempt)
+  local blob = attempt.payload or attempt.partial
+  if not blob then return end
+  redis.call('PEXPIRE', blob, ASIDE_MS)
+  redis.call('LPUSH', key.aside, attempt.id .. '|' .. blob)
+  if redis.call('LLEN', key.aside) > ASIDE then unlink(string.match(redis.call('RPOP', key.aside), '|(.*)$')) end
+  if attempt.payload == blob then attempt.payload = nil else attempt.partial = nil end
+end
+
+-- To the history. What is left of its group, and whether that can still be trained on, is for settle().
+local function finish(attempt, from, outcome, event)
+  leave(attempt, from)
+  redis.call('HSET', history_key(attempt.id), attempt.id, attempt.label .. ' ' .. tell(attempt, event))
+  count(outcome, attempt.source, 1)
+  if outcome == 'dropped:poisoned' or outcome == 'dropped:rejected' then keep_aside(attempt) end
+  if rules.archive and attempt.payload then
+    redis.call('RPUSH', key.outbox, attempt.id .. '|' .. outcome .. '|' .. attempt.payload)
+  else
+    unlink(attempt.payload)
+  end
+  unlink(attempt.partial)
+  redis.call('UNLINK', attempt_key(attempt.id))
+end

@@ -1,0 +1,284 @@
+-- Learning: ready -> claimed -> trained, or ready again
+
+local function manifest_of(step)
+  local made = redis.call('HGET', key.manifests, step)
+  return made and cjson.decode(made)
+end
+
+local function keep_manifest(manifest) redis.call('HSET', key.manifests, manifest.step, cjson.encode(manifest)) end
+
+-- The steps that have a manifest, in order, from `first` on.
+local function steps_from(first)
+  local steps = {}
+  for _, step in ipairs(redis.call('HKEYS', key.manifests)) do
+    if tonumber(step) >= first then steps[#steps + 1] = tonumber(step) end
+  end
+  table.sort(steps)
+  return steps
+end
+
+local function distinct(items, name)
+  local found, seen = {}, {}
+  for _, item in ipairs(items) do
+    if name then item = name(item) end
+    if not seen[item] then found[#found + 1] = item end
+    seen[item] = true
+  end
+  return found
+end
+
+-- What the learner takes next: by age, by youth, or what the caller chose of the offers. Fewer than asked: none.
+local function choose(order, chosen)
+  local oldest = score(oldest_allowed(), 0)
+  if order == 'oldest' then
+    return redis.call('ZRANGE', key.complete, oldest, '+inf', 'BYSCORE', 'LIMIT', 0, rules.batch_size)
+  elseif order == 'freshest' then
+    return redis.call('ZRANGE', key.complete, '+inf', oldest, 'BYSCORE', 'REV', 'LIMIT', 0, rules.batch_size)
+  end
+  local groups = {}
+  for _, group in ipairs(cjson.decode(chosen)) do
+    if tonumber(redis.call('ZSCORE', key.complete, group) or -1) >= oldest then groups[#groups + 1] = group end
+  end
+  return groups
+end
+
+-- Of an episode that comes home in segments the earlier ones are taken first, whatever the order.
+local function in_order(groups)
+  if redis.call('ZCARD', key.pieces) == 0 then return groups end
+  local taken = {}
+  for i, group in ipairs(groups) do
+    if redis.call('ZSCORE', key.pieces, group) then
+      local index = index_of(group)
+      local first = index * 65536
+      groups[i] = redis.call('ZRANGE', key.pieces, first, first + 65535, 'BYSCORE', 'LIMIT', taken[index] or 0, 1)[1]
+      taken[index] = (taken[index] or 0) + 1
+    end
+  end
+  return groups
+end
+
+-- Made once, and the same for every rank and retry. A call per group would cost a batch of 64 a millisecond.
+function transitions.claim(step, order, chosen)
+  pass_when_full()
+  local made = redis.call('HGET', key.manifests, step)
+  if made then return made end
+  if tonumber(step) <= control('committed') then return 'committed' end
+  evict_stale()
+  local groups = choose(order, chosen)
+  if #groups < rules.batch_size then return false end
+  groups = in_order(groups)
+  local ids, ranked = {}, {}
+  for _, offered in ipairs(redis.call('HMGET', key.offers, unpack(groups))) do
+    local source, list = string.match(offered, '^(.*)|(.*)$')
+    local seen = {}
+    for id in string.gmatch(list, '[^,]+') do
+      ids[#ids + 1] = id
+      if not seen[id] then
+        ranked[#ranked + 1] = step
+        ranked[#ranked + 1] = id
+        count('ready', source, -1)
+        count('claimed', source, 1)
+        if rules.max_uses > 1 then redis.call('HINCRBY', attempt_key(id), 'uses', 1) end
+      end
+      seen[id] = true
+    end
+  end
+  in_slices('ZREM', key.complete, groups)
+  in_slices('HDEL', key.offers, groups)
+  in_slices('ZREM', key.pieces, groups)
+  in_slices('ZREM', key.ready, ids)
+  in_slices('ZADD', key.claimed, ranked)
+  keep_manifest({ step = tonumber(step), ids = ids, version = control('version'), at = now() })
+  return redis.call('HGET', key.manifests, step)
+end
+
+-- A new policy is current: what trained it gives its places to new work, or is offered again, and what became too old
+-- goes.
+local function offer_again(manifest)
+  for _, id in ipairs(distinct(manifest.ids)) do
+    local attempt = load(id)
+    local state, step = where(id)
+    if state == 'claimed' and step == manifest.step and attempt.uses < rules.max_uses then
+      redis.call('HSET', attempt_key(id), 'step', step)
+      move(attempt, 'claimed', 'ready', attempt.home_at)
+    end
+  end
+  for _, group in ipairs(distinct(manifest.ids, group_of)) do settle(group) end
+end
+
+function transitions.publish(version, trained_step)
+  pass_when_full()
+  raise_to('version', tonumber(version))
+  for _, step in ipairs(steps_from(control('trained') + 1)) do
+    if step <= tonumber(trained_step) then
+      local manifest = manifest_of(step)
+      in_slices('SREM', key.active, distinct(manifest.ids, group_of))
+      if rules.max_uses > 1 then offer_again(manifest) end
+    end
+  end
+  raise_to('trained', tonumber(trained_step))
+  evict_stale()
+  ring()
+end
+
+-- A durable checkpoint holds its gradient. If Redis forgot the attempt, create() will find here what became of it.
+-- Answers whether a payload went with it: one that is to be used again, or is in use, stays.
+local function train(id, manifest)
+  redis.call('HDEL', key.unborn, id)
+  local attempt = load(id)
+  if not attempt then
+    redis.call('HSETNX', history_key(id), id, 't' .. (manifest.step or ''))
+    return false
+  end
+  local state, rank = where(id)
+  if manifest.step then
+    tell(attempt, 'c' .. manifest.step .. '.' .. manifest.version, manifest.at)
+    measure(attempt, manifest)
+  end
+  if attempt.uses > 0 and not (state == 'claimed' and rank == manifest.step) then
+    note(attempt, '')
+    return false
+  end
+  retire(attempt, state, 'trained', 't')
+  return true
+end
+
+-- The checkpoint that holds every step up to `step` is durable: only now may payloads die. They are freed inline, so a
+-- call takes a slice of 64 and answers 1 while there is more.
+function transitions.commit(step)
+  pass_when_full()
+  local slice = 64
+  for _, made in ipairs(steps_from(0)) do
+    if made <= tonumber(step) then
+      local manifest = manifest_of(made)
+      local ids = distinct(manifest.ids)
+      for i, id in ipairs(ids) do
+        if slice == 0 then
+          manifest.ids = { unpack(ids, i) }
+          keep_manifest(manifest)
+          return 1
+        end
+        if train(id, manifest) then slice = slice - 1 end
+      end
+      redis.call('HDEL', key.manifests, made)
+    end
+  end
+  raise_to('committed', tonumber(step))
+  return 0
+end
+
+-- The learner did not train on these, or forgot that it did. `crashed`: it died over them.
+local function unclaim(manifest, crashed)
+  local groups = {}
+  for _, id in ipairs(distinct(manifest.ids)) do
+    redis.call('HDEL', key.unborn, id)
+    local attempt = load(id)
+    local state, step = where(id)
+    if attempt and attempt.uses > 0 then attempt.uses = redis.call('HINCRBY', attempt_key(id), 'uses', -1) end
+    if state == 'claimed' and step == manifest.step then
+      tell(attempt, 'c' .. manifest.step .. '.' .. manifest.version, manifest.at)
+      attempt.crashes = attempt.crashes + (crashed and 1 or 0)
+      if attempt.crashes >= rules.max_tries then
+        lose(attempt, 'claimed', 'poisoned')
+      elseif attempt.payload and redis.call('EXISTS', attempt.payload) == 1 then
+        note(attempt, 'b', 'crashes', attempt.crashes)
+        move(attempt, 'claimed', 'ready', attempt.home_at)
+      elseif segment_of(id) then
+        retire(attempt, 'claimed', 'dropped:lost', 'dl') -- a power cut took it, and only its episode could make it
+      else
+        requeue(attempt, 'claimed', 'm')
+      end
+      groups[#groups + 1] = attempt.group
+    elseif attempt and attempt.uses > 0 then
+      redis.call('HSET', attempt_key(id), 'step', control('committed')) -- uses that are left are durable
+    end
+  end
+  redis.call('HDEL', key.manifests, manifest.step)
+  for _, group in ipairs(distinct(groups)) do
+    if redis.call('EXISTS', group_key(group)) == 1 and not segment_of(group) then
+      redis.call('SADD', key.active, group)
+    end
+    settle(group)
+  end
+  return #groups
+end
+
+-- A payload of this step cannot be read: it is kept aside, what is missing is run again, and the step is claimed anew.
+function transitions.withdraw(step, unreadable)
+  pass_when_full()
+  local manifest = manifest_of(step)
+  if not manifest then return end
+  unclaim(manifest)
+  for _, id in ipairs(cjson.decode(unreadable)) do
+    local attempt = load(id)
+    if attempt and where(id) == 'ready' then drop(attempt, 'ready', 'rejected') end
+  end
+end
+
+-- A learner starts from the checkpoint that holds every step up to `step`; the caller has committed up to there. The
+-- step it died in, if it did, is the first that was not published as trained.
+function transitions.rewind(step, recently_trained)
+  pass_when_full()
+  for _, id in ipairs(cjson.decode(recently_trained)) do train(id, {}) end
+  redis.call('HSET', key.control, 'committed', step)
+  local back, steps, trained = 0, steps_from(0), control('trained')
+  for i = #steps, 1, -1 do back = back + unclaim(manifest_of(steps[i]), steps[i] > trained) end
+  redis.call('HSET', key.control, 'trained', step)
+  return back
+end
+
+-- Redis came back and may have lost its last second: the living learner's manifests are the truth.
+function transitions.reconcile(learner_manifests, recently_trained, version)
+  pass_when_full()
+  raise_to('version', tonumber(version))
+  raise_to('issued', tonumber(version))
+  for _, id in ipairs(cjson.decode(recently_trained)) do train(id, {}) end
+  local truth, mine = {}, {} -- attempt -> how many of the steps used it
+  for step, ids in pairs(cjson.decode(learner_manifests)) do
+    truth[#truth + 1] = { step = tonumber(step), ids = ids }
+    for _, id in ipairs(distinct(ids)) do mine[id] = (mine[id] or 0) + 1 end
+  end
+  table.sort(truth, function(one, other) return one.step < other.step end)
+  local known, steps = {}, steps_from(0)
+  for i = #steps, 1, -1 do
+    local manifest, unknown = manifest_of(steps[i]), {}
+    known[steps[i]] = manifest
+    for _, id in ipairs(manifest.ids) do if not mine[id] then unknown[#unknown + 1] = id end end
+    unclaim({ step = steps[i], ids = unknown, version = manifest.version, at = manifest.at })
+  end
+  for _, manifest in ipairs(truth) do
+    local before = known[manifest.step] or { version = control('version'), at = now() }
+    manifest.version, manifest.at = before.version, before.at
+    keep_manifest(manifest)
+    for _, id in ipairs(distinct(manifest.ids)) do
+      local attempt = load(id)
+      if attempt then
+        move(attempt, where(id), 'claimed', manifest.step)
+        redis.call('HDEL', attempt_key(id), 'token')
+        if rules.max_uses > 1 then redis.call('HSET', attempt_key(id), 'uses', math.max(attempt.uses, mine[id])) end
+      elseif redis.call('HEXISTS', history_key(id), id) == 0 then
+        redis.call('HSET', key.unborn, id, manifest.step)
+      end
+    end
+    for _, group in ipairs(distinct(manifest.ids, group_of)) do withdraw_offer(group) end
+  end
+  ring()
+end
+
+function transitions.next_version(at_least)
+  pass_when_full()
+  local version = math.max(control('issued'), control('version'), tonumber(at_least)) + 1
+  redis.call('HSET', key.control, 'issued', version)
+  return version
+end
+
+-- Archived: the next in the outbox is number `first` + the number of payloads.
+function transitions.archived(first, payloads)
+  pass_when_full()
+  if tonumber(first) ~= control('archived') then return 0 end
+  payloads = cjson.decode(payloads)
+  redis.call('LTRIM', key.outbox, #payloads, -1)
+  in_slices('UNLINK', run .. 'nothing', payloads)
+  redis.call('HINCRBY', key.control, 'archived', #payloads)
+  return #payloads
+end

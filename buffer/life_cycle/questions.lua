@@ -1,0 +1,68 @@
+-- Questions: nothing changes
+
+function transitions.version() return control('version') end
+
+-- What is known of an attempt: its state or '' if it is finished, its rank there, then its fields or its history.
+function transitions.story(id)
+  local state, rank = where(id)
+  local fields = state and redis.call('HGETALL', attempt_key(id)) or redis.call('HGET', history_key(id), id)
+  if not fields then return false end
+  local names = redis.call('HGETALL', key.names)
+  return { state or '', tostring(rank or ''), fields, names, control('born') }
+end
+
+-- For each attempt its payload's name and bytes.
+function transitions.payloads(ids)
+  local found = {}
+  for i, id in ipairs(cjson.decode(ids)) do
+    local payload, bytes = unpack(redis.call('HMGET', attempt_key(id), 'payload', 'bytes'))
+    found[2 * i - 1], found[2 * i] = payload or '', tonumber(bytes) or 0
+  end
+  return found
+end
+
+-- What can be claimed now, oldest first: a row of group, source, oldest version, mean reward, tokens, uses and the ms
+-- for which it has been waiting.
+function transitions.candidates()
+  local rows, time = {}, now()
+  for _, group in ipairs(redis.call('ZRANGE', key.complete, score(oldest_allowed(), 0), '+inf', 'BYSCORE')) do
+    local ids, oldest, reward, tokens, uses, since = alive(group), math.huge, 0, 0, 0, 0
+    for _, id in ipairs(ids) do
+      local attempt = load(id)
+      oldest, since = math.min(oldest, tonumber(attempt.oldest)), math.max(since, tonumber(attempt.home_at))
+      reward, tokens = reward + tonumber(attempt.reward) / #ids, tokens + tonumber(attempt.tokens)
+      uses = math.max(uses, attempt.uses)
+    end
+    local source = redis.call('HGET', group_key(group), 'source')
+    rows[#rows + 1] = { group, source, oldest, reward, tokens, uses, time - since }
+  end
+  return cjson.encode(rows)
+end
+
+function transitions.ledger()
+  local live = {}
+  for _, state in ipairs(STATES) do live[state] = redis.call('ZCARD', key[state]) end
+  return { cjson.encode(live), redis.call('HGETALL', key.ledger) }
+end
+
+function transitions.stats()
+  local versions = {}
+  for i, rank in ipairs(redis.call('ZRANGE', key.complete, 0, -1, 'WITHSCORES')) do
+    if i % 2 == 0 then versions[#versions + 1] = math.floor(tonumber(rank) / 4294967296) end
+  end
+  return cjson.encode({
+    version = control('version'), room = room(), next_index = control('next_index'), committed = control('committed'),
+    late_results = control('late'), active_groups = redis.call('SCARD', key.active),
+    complete_versions = versions, failures = redis.call('LRANGE', key.failures, 0, -1),
+    staleness = redis.call('HGETALL', key.staleness),
+    queued = redis.call('ZCARD', key.queued), leased = redis.call('ZCARD', key.leased),
+    ready = redis.call('ZCARD', key.ready), claimed = redis.call('ZCARD', key.claimed),
+    aside = redis.call('LRANGE', key.aside, 0, -1), to_archive = redis.call('LLEN', key.outbox),
+  })
+end
+
+function transitions.outbox(most)
+  return { control('archived'), redis.call('LRANGE', key.outbox, 0, most - 1) }
+end
+
+function transitions.bell() return key.bell end
