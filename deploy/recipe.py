@@ -97,6 +97,15 @@ class Recipe(Part):
     def _fits_together(self) -> Self:
         if (self.learner.supervised is not None) != (self.demonstrations > 0):
             raise ValueError("demonstrations and learner.supervised need each other: give both or neither")
+        if unknown := set(self.learner.per_source) - {source.name for source in self.tasks}:
+            raise ValueError(f"learner.per_source: {', '.join(sorted(unknown))} is no name of a source among tasks")
+        for source in self.tasks:
+            advantage = self.learner.method(source.name).advantage
+            if advantage.by_group and self.buffer.group_size < 2:
+                raise ValueError(
+                    f"{advantage.name} compares the attempts of a group: set buffer.group_size to 2 or more, not "
+                    f"{self.buffer.group_size}"
+                )
         names = [source.name for source in (*self.tasks, *self.evaluation)]
         if len(set(names)) < len(names):
             raise ValueError(f"tasks and evaluation must all have different names, not {names}")

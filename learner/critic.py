@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import ranks
-from .advantages import continues, targets
+from . import metrics, ranks
+from .estimates import by_critic, continues, targets
 from .objectives import value_loss
 from .optimization import Trainee, Update
 from .packing import Batch, MicroBatch, gather, plan
@@ -25,27 +25,36 @@ class CriticStep:
     """What the critic said about a batch, and what learning from it did."""
 
     values: np.ndarray
-    """float32[N], from before the first update."""
+    """float32[N], from before the first update; 0 in episodes it does not judge."""
     updates: list[Update]
 
 
 def learn(critic: Trainee, batch: Batch, settings: LearnerSettings, updates: int) -> CriticStep:
-    """Makes `updates` critic updates on the whole batch."""
-    known = settings.advantage.lambda_critic == 1.0 and not continues(batch, settings.advantage).any()
+    """Makes `updates` critic updates on the episodes that are judged by a critic."""
+    plain = all(method.advantage.lambda_critic == 1.0 for method in settings.methods)
+    known = plain and not (continues(batch, settings) & by_critic(batch, settings)).any()
     if ranks.total(np.array([not known], np.float64))[0]:  # all ranks take the same path
         values = predict(critic, batch, settings)
-        microbatches = _microbatches(batch, settings, targets(batch, values, settings.advantage))
+        microbatches = _microbatches(batch, settings, targets(batch, values, settings))
         return CriticStep(values, [critic.update(microbatches, _loss) for _ in range(updates)])
-    returns = targets(batch, np.zeros(len(batch.tokens), np.float32), settings.advantage)
+    returns = targets(batch, np.zeros(len(batch.tokens), np.float32), settings)
     microbatches = _microbatches(batch, settings, returns)
     done = [critic.update(microbatches, _loss) for _ in range(updates)]
     return CriticStep(_scatter(batch, microbatches, done[0].outputs[0]), done)
 
 
 def predict(critic: Trainee, batch: Batch, settings: LearnerSettings) -> np.ndarray:
-    """The critic's value at every position, float32[N]."""
+    """The critic's value at every position of the episodes it judges, float32[N]; 0 elsewhere."""
     microbatches = _microbatches(batch, settings, np.zeros(len(batch.actions), np.float32))
     return _scatter(batch, microbatches, critic.forward(microbatches, _loss)[0])
+
+
+def explained_variance(
+    batch: Batch, values: np.ndarray, returns: np.ndarray, settings: LearnerSettings
+) -> float | None:
+    """How much of the returns [K] the `values` [N] explain, over the actions of the episodes the critic judges."""
+    judged = by_critic(batch, settings)[batch.sequence]
+    return metrics.explained_variance(values[batch.actions[judged]], returns[judged])
 
 
 def _loss(batch: MicroBatch, values: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -53,7 +62,7 @@ def _loss(batch: MicroBatch, values: Any) -> tuple[torch.Tensor, list[torch.Tens
 
 
 def _microbatches(batch: Batch, settings: LearnerSettings, returns: np.ndarray) -> list[MicroBatch]:
-    parts = plan(batch, settings.tokens_per_microbatch)
+    parts = plan(batch, settings.tokens_per_microbatch, np.flatnonzero(by_critic(batch, settings)))
     return [gather(batch, part, {"returns": returns}, ranks.device()) for part in parts]
 
 

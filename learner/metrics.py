@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from . import ranks
-from .packing import Batch
+from .packing import Batch, outcome
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ LIMITS: list[tuple[str, str, float, str]] = [
     ("explained_variance", ">", -0.1, "the critic is worse than a constant: more value.updates, another critic.lr"),
     ("grad_norm", "<", 20.0, "the gradient is far above its clip: lower policy.lr"),
     ("advantage_std", ">", 0.01, "almost no signal is left: harder tasks, or stop"),
+    ("zero_variance_groups", "<", 0.9, "almost no group has both good and bad attempts: mix tasks by difficulty"),
     ("reward_std", ">", 1e-6, "every episode earned the same: harder or easier tasks, or a larger batch"),
 ]
 
@@ -59,17 +60,10 @@ def append(run_dir: Path, record: Mapping[str, Any]) -> None:
             file.write(json.dumps({"time": time.time(), **cleaned}) + "\n")
 
 
-def mean_and_std(values: np.ndarray) -> tuple[float, float]:
-    """Over all ranks; (0, 0) when there are none."""
-    count, total = ranks.total(np.array([len(values), values.sum()], np.float64))
-    mean = total / max(count, 1.0)
-    return float(mean), math.sqrt(ranks.total(np.array([((values - mean) ** 2).sum()]))[0] / max(count, 1.0))
-
-
 def explained_variance(values: np.ndarray, returns: np.ndarray) -> float | None:
     """1 - Var(returns - values) / Var(returns) over all ranks; 1 is perfect, 0 no better than a constant."""
-    _, spread = mean_and_std(returns.astype(np.float64))
-    _, left = mean_and_std(returns.astype(np.float64) - values)
+    _, spread = ranks.moments(returns.astype(np.float64))
+    _, left = ranks.moments(returns.astype(np.float64) - values)
     return 1.0 - (left / spread) ** 2 if spread > 1e-6 else None
 
 
@@ -105,18 +99,27 @@ def staleness(batch: Batch, version: int) -> dict[str, float]:
     oldest = [trajectory.oldest_version for trajectory in batch.trajectories]
     ages = np.array([version - age for age in oldest if age is not None], np.float64)
     largest = ranks.highest(np.array([ages.max(initial=0.0)]))[0]
-    by_token = mean_and_std((version - batch.versions).astype(np.float64))[0]
+    by_token = ranks.moments((version - batch.versions).astype(np.float64))[0]
     return {
-        "staleness_mean": mean_and_std(ages)[0],
+        "staleness_mean": ranks.moments(ages)[0],
         "staleness_max": float(largest),
         "staleness_token_mean": by_token,
     }
 
 
+def zero_variance_groups(batch: Batch) -> float | None:
+    """The share of groups of several distinct attempts that all earned the same; None without such groups."""
+    earned: dict[str, dict[str, float]] = {}
+    for group, attempt, score in ranks.gather([(t.group, t.attempt, outcome(t)) for t in batch.trajectories]):
+        earned.setdefault(group, {})[attempt] = score
+    flat = [len(set(scores.values())) == 1 for scores in earned.values() if len(scores) > 1]
+    return sum(flat) / len(flat) if flat else None
+
+
 def contents(batch: Batch) -> dict[str, float]:
     """Rewards and sizes of a batch."""
     rewards = np.array([trajectory.reward for trajectory in batch.trajectories], np.float64)
-    mean, spread = mean_and_std(rewards)
+    mean, spread = ranks.moments(rewards)
     sizes = np.array([len(rewards), len(batch.tokens), len(batch.actions)], np.float64)
     episodes, tokens, sampled = (int(size) for size in ranks.total(sizes))
     return {

@@ -57,6 +57,16 @@ class Batch:
         return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
     @cached_property
+    def lengths(self) -> np.ndarray:
+        """int64[episodes], the number of actions of each."""
+        return np.diff(self.boundaries)
+
+    @cached_property
+    def sequence(self) -> np.ndarray:
+        """int64[K], the episode each action belongs to."""
+        return np.repeat(np.arange(len(self.trajectories)), self.lengths)
+
+    @cached_property
     def ends(self) -> np.ndarray:
         """int64[episodes], the last position of each episode: where a cut-off episode is bootstrapped."""
         last = np.zeros(len(self.trajectories), np.int64)
@@ -103,6 +113,11 @@ def flatten(trajectories: Sequence[Trajectory]) -> Batch:
         rewards=rewards,
         temperature=np.array(temperatures, np.float32)[of_episode],
     )
+
+
+def outcome(trajectory: Trajectory) -> float:
+    """All that an attempt earned."""
+    return trajectory.reward + sum(value for trace in trajectory.traces for _, value in trace.rewards)
 
 
 class Packed(PackedSeqParams):

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from . import ranks
-from .advantages import Estimate
-from .metrics import engine_mismatch, mean_and_std
-from .objectives import dis, ppo, staleness_weight
+from .aggregation import seq_mean_token_mean, seq_mean_token_sum_norm, sequence_mean, token_mean
+from .estimates import Estimate, which
+from .methods import losses
+from .metrics import engine_mismatch
 from .optimization import Trainee, Update
 from .packing import Batch, MicroBatch, gather, plan
 from .settings import LearnerSettings
@@ -36,31 +37,39 @@ class PolicyStep:
 
 def improve(policy: Trainee, batch: Batch, estimate: Estimate, settings: LearnerSettings) -> PolicyStep:
     """Takes `settings.minibatches` optimizer steps on the batch, each on its share of the episodes."""
-    objective = settings.objective
-    columns = {"mu": batch.mu, "advantage": estimate.advantages}
-    if settings.minibatches > 1 or not estimate.carries_signal:
-        columns["old"] = look(policy, batch, settings)
+    methods, method = settings.methods, which(batch, settings)[batch.sequence]
+    asked = frozenset[str]().union(*(each.asks for each in methods))
+    everyone = np.arange(len(batch.trajectories))
+    columns = {
+        "mu": batch.mu,
+        "advantage": estimate.advantages,
+        "length": batch.lengths[batch.sequence],
+        "method": method,
+    }
+    # With one update and no ratio of whole episodes the update's own forward pass tells what is asked for of `old`.
+    if settings.minibatches > 1 or asked & {"drift", "mismatch"} or not estimate.carries_signal:
+        old = look(policy, batch, settings, everyone)
+        columns |= {"old": old, "mismatch": sequence_mean(old - batch.mu, batch.sequence)}
+        if not estimate.carries_signal:
+            return PolicyStep([], old, engine_mismatch(old, batch.mu))
 
     def loss(microbatch: MicroBatch, output: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         theta, entropy = output
-        mu, advantage = microbatch.columns["mu"], microbatch.columns["advantage"]
-        if objective.name == "dis":
-            each, kept = dis(theta, mu, advantage, objective.low, objective.high)
-        else:
-            old = microbatch.columns.get("old", theta.detach())
-            each, kept = ppo(theta, old, advantage, objective.low, objective.high)
-            each = each * staleness_weight(old, mu)
-        return (each - objective.entropy * entropy).sum(), [theta, entropy, kept]
+        given = {"old": theta.detach(), **microbatch.columns, "theta": theta, "entropy": entropy}
+        each, kept, weight = losses(methods, given)
+        return (given["share"] * each).sum(), [theta, entropy, kept, weight]
 
-    if not estimate.carries_signal:
-        return PolicyStep([], columns["old"], engine_mismatch(columns["old"], batch.mu))
     updates: list[Update] = []
-    theta, entropy, kept = (np.zeros(len(batch.actions), np.float32) for _ in range(3))
-    for part in range(settings.minibatches):
-        episodes = range(part, len(batch.trajectories), settings.minibatches)
+    theta, entropy, kept, weight = (np.zeros(len(batch.actions), np.float32) for _ in range(4))
+    for part, episodes in enumerate(_minibatches(batch, settings.minibatches)):
+        columns["share"] = _shares(batch, episodes, settings)
+        if "drift" in asked:
+            now = look(policy, batch, settings, episodes) if part else columns["old"]
+            engine = np.array([each.objective.old == "engine" for each in methods])[method]
+            columns["drift"] = sequence_mean(now - np.where(engine, batch.mu, columns["old"]), batch.sequence)
         microbatches = _microbatches(batch, settings, columns, episodes)
         updates.append(policy.update(microbatches, loss))
-        for flat, outputs in zip((theta, entropy, kept), updates[-1].outputs, strict=True):
+        for flat, outputs in zip((theta, entropy, kept, weight), updates[-1].outputs, strict=True):
             _scatter(flat, microbatches, outputs)
     before = columns.get("old", theta)
     return PolicyStep(
@@ -68,26 +77,59 @@ def improve(policy: Trainee, batch: Batch, estimate: Estimate, settings: Learner
         before,
         {
             **engine_mismatch(before, batch.mu),
-            "entropy": mean_and_std(entropy)[0],
-            "masked_share": 1.0 - mean_and_std(kept)[0],
+            "entropy": ranks.moments(entropy)[0],
+            "clip_share": 1.0 - ranks.moments(kept)[0],
+            "corrected_share": ranks.moments(weight == 0)[0],
+            "masked_share": 1.0 - ranks.moments(kept * (weight != 0))[0],
         },
     )
 
 
-def look(policy: Trainee, batch: Batch, settings: LearnerSettings) -> np.ndarray:
-    """The policy's log-probability of each action, float32[K], without gradient."""
+def _minibatches(batch: Batch, count: int) -> list[np.ndarray]:
+    """The episodes of each mini-batch, int64 each: in the order of the claim, so that groups stay together."""
+    places = ranks.places(len(batch.trajectories))
+    total = ranks.total(np.array([len(places)], np.float64))[0]
+    return [np.flatnonzero(places * count // max(total, 1) == part) for part in range(count)]
+
+
+def _shares(batch: Batch, episodes: np.ndarray, settings: LearnerSettings) -> np.ndarray:
+    """What an action's loss counts in the mean over the actions of an update on `episodes`: float64[K], 0 elsewhere.
+
+    With one aggregation the mean of share x loss is that aggregation. Where task sources differ in it, each kind weighs
+    as much as its part of the sequences; within a kind, which method an action belongs to makes no difference.
+    """
+    objectives = [method.objective for method in settings.methods]
+    lengths, method = batch.lengths[episodes], which(batch, settings)[episodes]
+    by_token = np.array([objective.averaged == "token-mean" for objective in objectives])[method]
+    counts = [lengths.sum(), (lengths > 0).sum(), lengths[by_token].sum(), (lengths[by_token] > 0).sum()]
+    actions, sequences, of_actions, of_sequences = np.maximum(ranks.total(np.array(counts, np.float64)), 1)
+    share = np.zeros(len(batch.trajectories))
+    for index, objective in enumerate(objectives):
+        own = episodes[method == index]
+        if objective.averaged == "token-mean":
+            weight = token_mean(batch.lengths[own], of_actions) * of_sequences / sequences
+        elif objective.averaged == "seq-mean-token-mean":
+            weight = seq_mean_token_mean(batch.lengths[own], sequences)
+        else:
+            weight = seq_mean_token_sum_norm(batch.lengths[own], sequences, objective.length)
+        share[own] = weight * actions
+    return share[batch.sequence]
+
+
+def look(policy: Trainee, batch: Batch, settings: LearnerSettings, episodes: np.ndarray) -> np.ndarray:
+    """The policy's log-probability of each action of `episodes`, float32[K], without gradient; 0 elsewhere."""
 
     def logprobs(microbatch: MicroBatch, output: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         return output[0].sum(), [output[0]]
 
-    microbatches = _microbatches(batch, settings, {}, range(len(batch.trajectories)))
+    microbatches = _microbatches(batch, settings, {}, episodes)
     flat = np.zeros(len(batch.actions), np.float32)
     _scatter(flat, microbatches, policy.forward(microbatches, logprobs)[0])
     return flat
 
 
 def _microbatches(
-    batch: Batch, settings: LearnerSettings, columns: dict[str, np.ndarray], episodes: range
+    batch: Batch, settings: LearnerSettings, columns: dict[str, np.ndarray], episodes: np.ndarray
 ) -> list[MicroBatch]:
     parts = plan(batch, settings.tokens_per_microbatch, episodes)
     return [gather(batch, part, columns, ranks.device()) for part in parts]

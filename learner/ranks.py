@@ -8,6 +8,7 @@ A wait between ranks ends after `DEADLINE`: a rank whose partner died fails with
 """
 
 import datetime
+import math
 import os
 from typing import TypeVar
 
@@ -74,6 +75,12 @@ def shard(items: list[T]) -> list[T]:
     return items[parallel_state.get_data_parallel_rank() :: parallel_state.get_data_parallel_world_size()]
 
 
+def places(count: int) -> np.ndarray:
+    """Where the `count` items that `shard` dealt to this rank stand among those of all."""
+    rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    return np.arange(count) * ranks + rank
+
+
 def agree(value: T) -> T:
     """The first rank's `value` (any picklable object), on every rank."""
     if dist.get_world_size() == 1:
@@ -100,6 +107,13 @@ def total(array: np.ndarray) -> np.ndarray:
     tensor = torch.from_numpy(np.asarray(array, np.float64)).to(device())
     dist.all_reduce(tensor, group=parallel_state.get_data_parallel_group())
     return tensor.cpu().numpy()
+
+
+def moments(values: np.ndarray) -> tuple[float, float]:
+    """Mean and standard deviation of the values of all data-parallel ranks; (0, 0) when there are none."""
+    count, whole = total(np.array([len(values), values.sum()], np.float64))
+    mean = whole / max(count, 1.0)
+    return float(mean), math.sqrt(total(np.array([((values - mean) ** 2).sum()]))[0] / max(count, 1.0))
 
 
 def highest(array: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from . import ranks
-from .advantages import Estimate
+from .estimates import Estimate
 from .packing import Batch
 
 SHOWN = 8  # trajectories in one file

@@ -8,8 +8,8 @@ Each line that waits says for whom in `Run`: `claim` for the actors, `publish` f
 """
 
 from . import critic, metrics, policy, samples, supervised, value
-from .advantages import Estimate, estimate
 from .critic import CriticStep
+from .estimates import Estimate, estimate
 from .packing import Batch, flatten
 from .policy import PolicyStep
 from .run import Claim, LearnerConfig, Run
@@ -47,8 +47,8 @@ class Trainer:
             if (claim := run.claim()) is None:
                 return False
             batch = flatten(claim.trajectories)
-            judged = critic.learn(run.critic, batch, settings, settings.critic_updates)
-            learned = estimate(batch, judged.values, settings.advantage)
+            judged = critic.learn(run.critic, batch, settings, settings.critic_updates * settings.uses_critic)
+            learned = estimate(batch, judged.values, settings)
             step = policy.improve(run.policy, batch, learned, settings)
             run.guard(*judged.updates, *step.updates, batch=claim.trajectories)
             run.finish(claim)
@@ -83,11 +83,12 @@ class Trainer:
             version=run.progress.version,
             loss=step.updates[-1].loss if step.updates else None,
             grad_norm=max((update.grad_norm for update in step.updates), default=None),
-            critic_loss=judged.updates[0].loss,
-            critic_grad_norm=judged.updates[0].grad_norm,
-            explained_variance=metrics.explained_variance(judged.values[batch.actions], learned.returns),
+            critic_loss=judged.updates[0].loss if judged.updates else None,
+            critic_grad_norm=judged.updates[0].grad_norm if judged.updates else None,
+            explained_variance=critic.explained_variance(batch, judged.values, learned.returns, run.settings),
             advantage_mean=learned.mean,
             advantage_std=learned.spread,
+            zero_variance_groups=metrics.zero_variance_groups(batch),
             engine_error=metrics.engine_error(batch, step.before, claim.version),
             **step.diagnostics,
             **metrics.staleness(batch, claim.version),

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..buffer import Trajectory
 from . import critic, metrics
-from .advantages import targets
+from .estimates import targets
 from .packing import flatten
 from .run import Run
 from .settings import ValueSettings
@@ -29,8 +29,8 @@ def pretrain(run: Run) -> bool:
             return False
         fresh = flatten(claim.trajectories)
         values = critic.predict(run.critic, fresh, run.settings)
-        returns = targets(fresh, values, run.settings.advantage)
-        explained = metrics.explained_variance(values[fresh.actions], returns)
+        returns = targets(fresh, values, run.settings)
+        explained = critic.explained_variance(fresh, values, returns, run.settings)
         pool += claim.trajectories
         generator = np.random.default_rng([run.settings.seed, claim.step])
         for _ in range(updates_after(progress.step, settings)):

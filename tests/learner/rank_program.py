@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from argosy.buffer import read_archive
 from argosy.learner import checkpoint, critic, metrics, policy, publish, ranks
-from argosy.learner.advantages import estimate
+from argosy.learner.estimates import estimate
 from argosy.learner.model import Critic, Policy
 from argosy.learner.optimization import Trainee
 from argosy.learner.packing import flatten
@@ -28,6 +28,21 @@ SETTINGS = LearnerSettings(
     advantage={"whiten": True},
     tokens_per_microbatch=90,
 )
+MIXED = LearnerSettings(
+    stop=StopSettings(steps=STEPS),
+    advantage={"name": "grpo"},
+    objective={"name": "gspo", "low": 0.9, "high": 100.0},
+    correction={"name": "sequence-tis"},
+    per_source={
+        "long": {
+            "advantage": {"lambda_policy": 0.9, "whiten": True},
+            "objective": {"name": "ppo", "dual": 5.0},
+            "correction": {"name": "tis"},
+        }
+    },
+    minibatches=2,
+    tokens_per_microbatch=90,
+)
 
 
 def build(model: Path) -> dict[str, Trainee]:
@@ -38,11 +53,14 @@ def build(model: Path) -> dict[str, Trainee]:
 
 
 def step(trainees: dict[str, Trainee], archive: Path) -> dict[str, float | None]:
-    batch = flatten(ranks.shard(list(read_archive(archive))))
+    batch = flatten(ranks.shard([archived.trajectory for archived in read_archive(archive)]))
     judged = critic.learn(trainees["critic"], batch, SETTINGS, updates=2)
-    learned = estimate(batch, judged.values, SETTINGS.advantage)
+    learned = estimate(batch, judged.values, SETTINGS)
     improved = policy.improve(trainees["policy"], batch, learned, SETTINGS)
+    mixed = policy.improve(trainees["policy"], batch, estimate(batch, judged.values, MIXED), MIXED)
     return {
+        **{f"mixed_loss_{part}": update.loss for part, update in enumerate(mixed.updates)},
+        **{f"mixed_norm_{part}": update.grad_norm for part, update in enumerate(mixed.updates)},
         "loss": improved.updates[0].loss,
         "grad_norm": improved.updates[0].grad_norm,
         "critic_loss": judged.updates[1].loss,

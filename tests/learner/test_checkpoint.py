@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from argosy.buffer import Trajectory
 from argosy.learner import checkpoint, critic, policy
-from argosy.learner.advantages import estimate
+from argosy.learner.estimates import estimate
 from argosy.learner.model import Critic, Policy
 from argosy.learner.optimization import Trainee
 from argosy.learner.packing import Batch, flatten
@@ -22,7 +22,7 @@ def build(model_dir: Path) -> dict[str, Trainee]:
 
 def train(trainees: dict[str, Trainee], batch: Batch) -> None:
     judged = critic.learn(trainees["critic"], batch, SETTINGS, updates=1)
-    learned = estimate(batch, judged.values, SETTINGS.advantage)
+    learned = estimate(batch, judged.values, SETTINGS)
     assert policy.improve(trainees["policy"], batch, learned, SETTINGS).moved
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from argosy.buffer import Trajectory
+from argosy.buffer import Task, Trajectory
 from argosy.learner import critic, policy
-from argosy.learner.advantages import Estimate, estimate
+from argosy.learner.estimates import Estimate, estimate
 from argosy.learner.model import Critic, Policy
 from argosy.learner.optimization import Trainee
 from argosy.learner.packing import Batch, MicroBatch, flatten, gather, plan
@@ -126,12 +126,12 @@ def test_a_batch_without_signal_is_looked_at_and_skipped(model_dir: Path, alone:
 @pytest.mark.parametrize("objective", ["dis", "ppo"])
 def test_minibatches_share_out_the_episodes(model_dir: Path, alone: None, batch: Batch, objective: str) -> None:
     trainee = Trainee(Policy(model_dir), FAST)
-    mine = policy.look(trainee, batch, settings())
+    mine = policy.look(trainee, batch, settings(), np.arange(len(batch.trajectories)))
     fresh = flatten(
         [_with_logprobs(t, mine[a:b]) for t, a, b in zip(
             batch.trajectories, batch.boundaries[:-1], batch.boundaries[1:], strict=True)]
     )  # fmt: skip
-    learned = estimate(fresh, np.zeros(len(fresh.tokens), np.float32), settings().advantage)
+    learned = estimate(fresh, np.zeros(len(fresh.tokens), np.float32), settings())
     step = policy.improve(trainee, fresh, learned, settings(minibatches=3, objective={"name": objective}))
     assert [update.applied for update in step.updates] == [True] * 3
     assert sum(len(part) for update in step.updates for part in update.outputs[0]) == len(fresh.actions)
@@ -172,3 +172,150 @@ def test_unfinished_episodes_give_the_critic_bootstrapped_targets(
     expected = np.repeat(values[batch.ends], np.diff(batch.boundaries))
     loss = 0.5 * ((values[batch.actions] - expected) ** 2).mean()
     assert np.array_equal(step.values, values) and step.updates[0].loss == pytest.approx(loss, rel=1e-4)
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "dis": {},
+    "ppo": {"objective": {"name": "ppo", "dual": 3.0}, "correction": {"name": "icepop"}},
+    "decoupled-ppo": {"objective": {"name": "decoupled-ppo"}, "correction": {"name": "sequence-mask", "low": 0.3}},
+    "grpo": {"objective": {"name": "grpo"}, "advantage": {"name": "grpo"}, "correction": {"name": "sequence-tis"}},
+    "gspo": {"objective": {"name": "gspo", "low": 0.9, "high": 9.0}, "advantage": {"name": "rloo"}},
+    "gspo-token": {"objective": {"name": "gspo-token", "low": 0.9, "high": 9.0, "old": "engine"}},
+    "cispo": {"objective": {"name": "cispo", "aggregation": "seq-mean-token-sum-norm", "length": 30}},
+    "mixed": {
+        "objective": {"name": "dis", "low": 0.99, "high": 50.0},
+        "per_source": {
+            "group": {"objective": {"name": "gspo", "low": 0.9, "high": 9.0}, "advantage": {"name": "grpo"}}
+        },
+    },
+}
+
+
+@pytest.fixture
+def windows(episode: Callable[..., Trajectory]) -> Batch:
+    """Two groups of four, the first of a task source of its own; most episodes have several context windows."""
+    generator = np.random.default_rng(9)
+    found = []
+    for index in range(8):
+        made = episode(
+            generator, f"t{index}", attempt=f"{index // 4}/{index % 4}", group=str(index // 4), reward=float(index % 2),
+            version=index % 3, task=Task("a/0", "group" if index < 4 else "other", 0),
+        )  # fmt: skip
+        more = [trace for _ in range(index % 3) for trace in episode(generator).traces]
+        found.append(replace(made, traces=[*made.traces, *more]))
+    return flatten(found)
+
+
+def near_mu(model_dir: Path, batch: Batch) -> Batch:
+    """The episodes as an engine with slightly other weights would have sampled them."""
+    trainee = Trainee(Policy(model_dir), FAST)
+    exact = policy.look(trainee, batch, settings(), np.arange(len(batch.trajectories)))
+    return replace(batch, mu=(exact + 0.3 * np.random.default_rng(0).normal(size=len(exact))).astype(np.float32))
+
+
+def improve(model_dir: Path, batch: Batch, chosen: LearnerSettings) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    trainee = Trainee(Policy(model_dir), FAST)
+    values = np.sin(batch.tokens).astype(np.float32)  # a critic that knows nothing but the token
+    step = policy.improve(trainee, batch, estimate(batch, values, chosen), chosen)
+    assert all(update.applied for update in step.updates)
+    return [(update.loss, update.grad_norm) for update in step.updates], snapshot(trainee)
+
+
+def apart(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    """Root mean square difference; AdamW moves a weight whose gradient is mere rounding by up to 1e-2 all the same."""
+    gaps = torch.cat([(left[name] - tensor).flatten() for name, tensor in right.items()])
+    return float(gaps.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_method_depends_on_the_cut(name: str, model_dir: Path, alone: None, windows: Batch) -> None:
+    """Whole episodes in one micro-batch, or every context window in its own."""
+    batch = near_mu(model_dir, windows)
+    results = [
+        improve(model_dir, batch, settings(**METHODS[name], minibatches=2, tokens_per_microbatch=budget))
+        for budget in (1, 90, 100_000)
+    ]
+    for updates, weights in results[1:]:
+        assert np.allclose(updates, results[0][0], rtol=1e-4, atol=1e-6)
+        assert apart(weights, results[0][1]) < 1e-5
+
+
+@pytest.mark.parametrize("old", ["engine", "learner"])
+def test_the_gradient_of_whole_episodes_is_exact(old: str, model_dir: Path, alone: None, windows: Batch) -> None:
+    """GSPO as the paper writes it, through the mean over all windows of an episode, against one window at a time."""
+    batch = near_mu(model_dir, windows)
+    whole = {"advantage": {"name": "grpo"}, "objective": {"name": "gspo", "low": 0.2, "high": 0.2, "old": old}}
+    chosen = settings(**whole, tokens_per_microbatch=1)
+    updates, weights = improve(model_dir, batch, chosen)
+
+    learned = estimate(batch, np.zeros(len(batch.tokens), np.float32), chosen)
+    trainee = Trainee(Policy(model_dir), FAST)
+    exact = policy.look(trainee, batch, chosen, np.arange(len(batch.trajectories)))
+    columns = {"old": batch.mu if old == "engine" else exact, "advantage": learned.advantages, "at": batch.sequence}
+
+    def paper(microbatch: MicroBatch, output: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        theta, at = output[0], microbatch.columns["at"]
+        total = torch.zeros(())
+        for index in range(len(batch.trajectories)):
+            own = at == index
+            s = (theta - microbatch.columns["old"])[own].mean().exp()
+            a = microbatch.columns["advantage"][own][0]
+            total = total - torch.minimum(s * a, s.clamp(0.8, 1.2) * a)
+        return total / len(batch.trajectories) * len(at), []  # `update` divides by the number of actions
+
+    everything = gather(batch, plan(batch, 100_000)[0], columns, CPU)
+    update = trainee.update([everything], paper)
+    assert updates[0] == pytest.approx((update.loss, update.grad_norm), rel=1e-4, abs=1e-6)
+    assert apart(weights, snapshot(trainee)) < 1e-5
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_method_depends_on_the_order_of_episodes(name: str, model_dir: Path, alone: None, windows: Batch) -> None:
+    batch = near_mu(model_dir, windows)
+    order = np.random.default_rng(1).permutation(len(batch.trajectories))
+    shuffled = flatten([batch.trajectories[index] for index in order])
+    spans = [np.arange(*batch.boundaries[index : index + 2]) for index in order]
+    shuffled = replace(shuffled, mu=batch.mu[np.concatenate(spans)])
+    chosen = settings(**METHODS[name])
+    (updates, weights), (again, weights_too) = (improve(model_dir, each, chosen) for each in (batch, shuffled))
+    assert np.allclose(updates, again, rtol=1e-4, atol=1e-6) and apart(weights, weights_too) < 1e-5
+
+
+AVERAGES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+@pytest.mark.parametrize("default", AVERAGES)
+@pytest.mark.parametrize("other", AVERAGES)
+def test_losses_are_averaged_as_their_source_says(
+    default: str, other: str, model_dir: Path, alone: None, windows: Batch
+) -> None:
+    batch = near_mu(model_dir, windows)
+    wide = {"low": 1.0, "high": 1e6, "length": 30}
+    chosen = settings(
+        objective={**wide, "aggregation": default},
+        per_source={"group": {"objective": {**wide, "aggregation": other}}},
+        tokens_per_microbatch=90,
+    )
+    trainee = Trainee(Policy(model_dir), FAST)
+    learned = estimate(batch, np.zeros(len(batch.tokens), np.float32), chosen)
+    step = policy.improve(trainee, batch, learned, chosen)
+    each = -np.exp(step.before.astype(np.float64) - batch.mu) * learned.advantages * step.before
+    expected, episodes = 0.0, list(zip(batch.trajectories, batch.boundaries[:-1], batch.boundaries[1:], strict=True))
+    for kind in AVERAGES:
+        own = [each[a:b] for t, a, b in episodes if (other if t.task.source == "group" else default) == kind]
+        if own:
+            expected += len(own) / len(episodes) * {
+                "token-mean": np.concatenate(own).mean(),
+                "seq-mean-token-mean": np.mean([losses.mean() for losses in own]),
+                "seq-mean-token-sum-norm": np.mean([losses.sum() / 30 for losses in own]),
+            }[kind]  # fmt: skip
+    assert step.updates[0].loss == pytest.approx(expected, rel=1e-4)
+
+
+def test_naming_a_source_changes_nothing_by_itself(model_dir: Path, alone: None, windows: Batch) -> None:
+    batch = near_mu(model_dir, windows)
+    chosen = {"objective": {"name": "gspo-token", "low": 0.5, "high": 9.0}, "minibatches": 2}
+    plain, named = (
+        improve(model_dir, batch, settings(**chosen, **more)) for more in ({}, {"per_source": {"group": {}}})
+    )
+    assert np.allclose(plain[0], named[0], rtol=1e-5) and apart(plain[1], named[1]) < 1e-5

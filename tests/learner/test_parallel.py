@@ -7,11 +7,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from argosy.buffer import Trajectory, write_archive
+from argosy.buffer import Task, Trajectory, write_archive
 from safetensors.torch import load_file
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
@@ -49,7 +50,15 @@ def launch(world: int, arguments: list[str]) -> None:
 def results(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, episode: Callable[..., Trajectory]) -> Path:
     out = tmp_path_factory.mktemp("layouts")
     generator = np.random.default_rng(11)
-    write_archive(out / "batch", [episode(generator, f"t{i}", reward=float(i % 2), version=i % 3) for i in range(9)])
+    episodes = []
+    for index in range(9):  # three groups of two task sources; every other episode has a second context window
+        made = episode(
+            generator, f"t{index}", reward=float(index % 2), version=index % 3, group=str(index // 3), group_size=3,
+            group_index=index % 3, task=Task("a/0", "long" if index // 3 == 1 else "short", 0),
+        )  # fmt: skip
+        windows = episode(generator).traces if index % 2 else []
+        episodes.append(replace(made, traces=[*made.traces, *windows]))
+    write_archive(out / "batch", episodes)
     launch(1, [str(model_dir), str(out / "batch"), str(out), "data1"])
     launch(2, [str(model_dir), str(out / "batch"), str(out), *LAYOUTS, "resume:data1"])
     return out
