@@ -7,6 +7,7 @@ saves a third of the critic's time.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,23 +31,29 @@ class CriticStep:
 
 
 def learn(critic: Trainee, batch: Batch, settings: LearnerSettings, updates: int) -> CriticStep:
-    """Makes `updates` critic updates on the episodes that are judged by a critic."""
-    plain = all(method.advantage.lambda_critic == 1.0 for method in settings.methods)
+    """Makes `updates` critic updates on the episodes that are judged by a critic; none if no task source is."""
+    values = np.zeros(len(batch.tokens), np.float32)
+    if not settings.uses_critic:
+        return CriticStep(values, [])
+    clip = settings.critic.value_clip if updates > 1 else None
+    plain = clip is None and all(method.advantage.lambda_critic == 1.0 for method in settings.methods)
     known = plain and not (continues(batch, settings) & by_critic(batch, settings)).any()
-    if ranks.total(np.array([not known], np.float64))[0]:  # all ranks take the same path
+    if ahead := bool(ranks.total(np.array([not known], np.float64))[0]):  # all ranks take the same path
         values = predict(critic, batch, settings)
-        microbatches = _microbatches(batch, settings, targets(batch, values, settings))
-        return CriticStep(values, [critic.update(microbatches, _loss) for _ in range(updates)])
-    returns = targets(batch, np.zeros(len(batch.tokens), np.float32), settings)
-    microbatches = _microbatches(batch, settings, returns)
-    done = [critic.update(microbatches, _loss) for _ in range(updates)]
-    return CriticStep(_scatter(batch, microbatches, done[0].outputs[0]), done)
+    columns = {"returns": targets(batch, values, settings), "before": values[batch.actions]}
+    microbatches = _microbatches(batch, settings, columns)
+    done = [critic.update(microbatches, partial(_loss, clip)) for _ in range(updates)]
+    return CriticStep(values if ahead else _scatter(batch, microbatches, done[0].outputs[0]), done)
 
 
 def predict(critic: Trainee, batch: Batch, settings: LearnerSettings) -> np.ndarray:
     """The critic's value at every position of the episodes it judges, float32[N]; 0 elsewhere."""
-    microbatches = _microbatches(batch, settings, np.zeros(len(batch.actions), np.float32))
-    return _scatter(batch, microbatches, critic.forward(microbatches, _loss)[0])
+
+    def alone(microbatch: MicroBatch, values: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        return values.sum(), [values]
+
+    microbatches = _microbatches(batch, settings, {})
+    return _scatter(batch, microbatches, critic.forward(microbatches, alone)[0])
 
 
 def explained_variance(
@@ -57,13 +64,14 @@ def explained_variance(
     return metrics.explained_variance(values[batch.actions[judged]], returns[judged])
 
 
-def _loss(batch: MicroBatch, values: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    return value_loss(values[batch.actions], batch.columns["returns"]).sum(), [values]
+def _loss(clip: float | None, batch: MicroBatch, values: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    returns, before = batch.columns["returns"], batch.columns["before"]
+    return value_loss(values[batch.actions], returns, before, clip).sum(), [values]
 
 
-def _microbatches(batch: Batch, settings: LearnerSettings, returns: np.ndarray) -> list[MicroBatch]:
+def _microbatches(batch: Batch, settings: LearnerSettings, columns: dict[str, np.ndarray]) -> list[MicroBatch]:
     parts = plan(batch, settings.tokens_per_microbatch, np.flatnonzero(by_critic(batch, settings)))
-    return [gather(batch, part, {"returns": returns}, ranks.device()) for part in parts]
+    return [gather(batch, part, columns, ranks.device()) for part in parts]
 
 
 def _scatter(batch: Batch, microbatches: Iterable[MicroBatch], values: Iterable[np.ndarray]) -> np.ndarray:

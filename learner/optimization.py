@@ -55,6 +55,8 @@ class Trainee:
     def __init__(self, model: Policy | Critic, settings: OptimizerSettings):
         self.model = model
         self.settings = settings
+        if settings.frozen == "attention":
+            _freeze_attention(model)
         config = model.config
         self._wrapped = DistributedDataParallel(
             config,
@@ -141,3 +143,10 @@ class Trainee:
         width = len(flat) // len(microbatches)
         outputs = [flat[index::width] for index in range(width)]
         return outputs, float(losses.sum()), sum(len(batch.which) for batch in microbatches)
+
+
+def _freeze_attention(model: Policy | Critic) -> None:
+    for name, parameter in model.named_parameters():
+        fused = ".layer_norm_" in name  # TransformerEngine keeps the norm before attention inside its first projection
+        if ".self_attention." in name and not fused:
+            parameter.requires_grad_(False)

@@ -37,9 +37,10 @@ class PolicyStep:
 
 def improve(policy: Trainee, batch: Batch, estimate: Estimate, settings: LearnerSettings) -> PolicyStep:
     """Takes `settings.minibatches` optimizer steps on the batch, each on its share of the episodes."""
+    if not estimate.carries_signal:
+        return watch(policy, batch, settings)
     methods, method = settings.methods, which(batch, settings)[batch.sequence]
     asked = frozenset[str]().union(*(each.asks for each in methods))
-    everyone = np.arange(len(batch.trajectories))
     columns = {
         "mu": batch.mu,
         "advantage": estimate.advantages,
@@ -47,11 +48,9 @@ def improve(policy: Trainee, batch: Batch, estimate: Estimate, settings: Learner
         "method": method,
     }
     # With one update and no ratio of whole episodes the update's own forward pass tells what is asked for of `old`.
-    if settings.minibatches > 1 or asked & {"drift", "mismatch"} or not estimate.carries_signal:
-        old = look(policy, batch, settings, everyone)
+    if settings.minibatches > 1 or asked & {"drift", "mismatch"}:
+        old = look(policy, batch, settings)
         columns |= {"old": old, "mismatch": sequence_mean(old - batch.mu, batch.sequence)}
-        if not estimate.carries_signal:
-            return PolicyStep([], old, engine_mismatch(old, batch.mu))
 
     def loss(microbatch: MicroBatch, output: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         theta, entropy = output
@@ -116,8 +115,14 @@ def _shares(batch: Batch, episodes: np.ndarray, settings: LearnerSettings) -> np
     return share[batch.sequence]
 
 
-def look(policy: Trainee, batch: Batch, settings: LearnerSettings, episodes: np.ndarray) -> np.ndarray:
-    """The policy's log-probability of each action of `episodes`, float32[K], without gradient; 0 elsewhere."""
+def watch(policy: Trainee, batch: Batch, settings: LearnerSettings) -> PolicyStep:
+    """Looks at the batch and moves nothing."""
+    before = look(policy, batch, settings)
+    return PolicyStep([], before, engine_mismatch(before, batch.mu))
+
+
+def look(policy: Trainee, batch: Batch, settings: LearnerSettings, episodes: np.ndarray | None = None) -> np.ndarray:
+    """The policy's log-probability of each action of `episodes` (all by default), float32[K], without gradient."""
 
     def logprobs(microbatch: MicroBatch, output: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         return output[0].sum(), [output[0]]
@@ -129,7 +134,7 @@ def look(policy: Trainee, batch: Batch, settings: LearnerSettings, episodes: np.
 
 
 def _microbatches(
-    batch: Batch, settings: LearnerSettings, columns: dict[str, np.ndarray], episodes: np.ndarray
+    batch: Batch, settings: LearnerSettings, columns: dict[str, np.ndarray], episodes: np.ndarray | None
 ) -> list[MicroBatch]:
     parts = plan(batch, settings.tokens_per_microbatch, episodes)
     return [gather(batch, part, columns, ranks.device()) for part in parts]

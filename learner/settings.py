@@ -31,11 +31,26 @@ class OptimizerSettings(_Settings):
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the mean of gradients."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    """Decay of the mean of squared gradients; nearer to 1 for the critic, whose gradients are noisier."""
+    """Decay of the mean of squared gradients."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
     clip: float = Field(default=1.0, gt=0)
     """The gradient's global norm is clipped to this."""
+    frozen: Literal["nothing", "attention"] = "nothing"
+    """What keeps the weights it has when the process starts: nothing, or attention (its projections and norms)."""
+
+
+class CriticSettings(OptimizerSettings):
+    lr: float = Field(default=5e-6, gt=0)
+    """Learning rate (AdamW); above the policy's, whose values it has to follow."""
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Decay of the mean of squared gradients; nearer to 1 than the policy's, as its gradients are noisier."""
+    updates: int = Field(default=1, gt=0)
+    """Critic updates per policy step, each on the whole batch."""
+    value_clip: float | None = Field(default=None, gt=0)
+    """With several updates per step: how far a value may move from where it was before the first; 0.2 is usual."""
+    warmup: int = Field(default=0, ge=0)
+    """First steps of the policy stage in which the critic learns alone."""
 
 
 class SupervisedSettings(_Settings):
@@ -247,10 +262,8 @@ class LearnerSettings(_Settings):
     """Value pretraining; a critic that explains nothing makes the first policy steps noise."""
     policy: OptimizerSettings = OptimizerSettings()
     """The policy's optimizer."""
-    critic: OptimizerSettings = OptimizerSettings(lr=5e-6, beta2=0.999)
-    """The critic's optimizer."""
-    critic_updates: int = Field(default=1, gt=0)
-    """Critic updates per policy step."""
+    critic: CriticSettings = CriticSettings()
+    """The critic's optimizer, and how much of it there is."""
     minibatches: int = Field(default=1, gt=0)
     """Optimizer steps of the policy per claimed batch, each on its share of the batch."""
     advantage: AdvantageSettings = AdvantageSettings()

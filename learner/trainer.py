@@ -47,9 +47,9 @@ class Trainer:
             if (claim := run.claim()) is None:
                 return False
             batch = flatten(claim.trajectories)
-            judged = critic.learn(run.critic, batch, settings, settings.critic_updates * settings.uses_critic)
+            judged = critic.learn(run.critic, batch, settings, settings.critic.updates)
             learned = estimate(batch, judged.values, settings)
-            step = policy.improve(run.policy, batch, learned, settings)
+            step = self._learn_policy(batch, learned)
             run.guard(*judged.updates, *step.updates, batch=claim.trajectories)
             run.finish(claim)
             publish_seconds = run.publish(changed=step.moved)
@@ -63,6 +63,17 @@ class Trainer:
         good = stop.success is not None and known and sum(progress.rewards) / len(progress.rewards) >= stop.success
         return progress.step >= stop.steps or good
 
+    def _learn_policy(self, batch: Batch, learned: Estimate) -> PolicyStep:
+        run, settings = self.state, self.state.settings
+        if self._warming_up():
+            return policy.watch(run.policy, batch, settings)
+        return policy.improve(run.policy, batch, learned, settings)
+
+    def _warming_up(self) -> bool:
+        """Whether the critic still learns alone."""
+        settings = self.state.settings
+        return settings.uses_critic and self.state.progress.step < settings.critic.warmup
+
     def _record(
         self,
         claim: Claim,
@@ -74,7 +85,7 @@ class Trainer:
     ) -> None:
         run = self.state
         contents = metrics.contents(batch)
-        run.progress.skipped += not step.moved
+        run.progress.skipped += not step.moved and not self._warming_up()
         run.progress.zero_variance += contents["reward_std"] == 0
         run.record(
             steps=run.settings.stop.steps,

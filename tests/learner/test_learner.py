@@ -46,6 +46,11 @@ class Voyage:
         self._over = threading.Event()
         self._producer = threading.Thread(target=self._produce)
 
+    def group_up(self, size: int) -> None:
+        """Before the first start: lets groups have `size` members."""
+        self.settings = self.settings.model_copy(update={"group_size": size})
+        self.config["buffer"], self.buffer = self.settings.model_dump(), ReplayBuffer(self.settings)
+
     def start(self) -> subprocess.Popen[bytes]:
         if not self._producer.is_alive():
             self._producer.start()
@@ -155,6 +160,36 @@ def test_killed_stopped_and_resumed_it_trains_each_trajectory_once(voyage: Voyag
     sample = json.loads((voyage.run_dir / "samples" / names[-1]).read_text().splitlines()[0])["traces"][0]
     for column in ("values", "advantages"):
         assert [value is not None for value in sample[column]] == sample["sampled"]
+
+
+@pytest.mark.timeout(200)
+def test_groups_teach_a_policy_without_a_critic(voyage: Voyage) -> None:
+    voyage.group_up(2)
+    voyage.config["learner"] |= {  # type: ignore[operator]
+        "value": None, "stop": {"steps": 3}, "advantage": {"name": "rloo"}, "minibatches": 2,
+        "objective": {"name": "gspo", "low": 0.5, "high": 9.0},
+    }  # fmt: skip
+    assert voyage.start().wait(DEADLINE) == 0, voyage.errors()
+    records = voyage.metrics()
+    assert len(records) == 3 and {record["stage"] for record in records} == {"policy"}
+    for record in records:
+        assert record["critic_loss"] is record["explained_variance"] is None
+        assert record["episodes"] == 2 * BATCH and 0 <= record["zero_variance_groups"] < 1
+        assert record["grad_norm"] > 0 and record["masked_share"] < 1
+    assert records[-1]["version"] == records[0]["version"] + 2
+
+
+@pytest.mark.timeout(200)
+def test_the_critic_may_learn_alone_at_first(voyage: Voyage) -> None:
+    voyage.config["learner"] |= {  # type: ignore[operator]
+        "value": None, "stop": {"steps": 3}, "critic": {"lr": 1e-3, "warmup": 2, "updates": 2, "value_clip": 0.2},
+    }  # fmt: skip
+    assert voyage.start().wait(DEADLINE) == 0, voyage.errors()
+    records = voyage.metrics()
+    assert [record["loss"] is None for record in records] == [True, True, False]
+    assert all(record["critic_grad_norm"] > 0 for record in records) and records[-1]["skipped"] == 0
+    first, second, third = (record["version"] for record in records)
+    assert first == second < third
 
 
 @pytest.mark.timeout(300)

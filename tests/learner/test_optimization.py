@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from argosy.buffer import Task, Trajectory
-from argosy.learner import critic, policy
+from argosy.learner import checkpoint, critic, policy
 from argosy.learner.estimates import Estimate, estimate
 from argosy.learner.model import Critic, Policy
 from argosy.learner.optimization import Trainee
@@ -126,7 +126,7 @@ def test_a_batch_without_signal_is_looked_at_and_skipped(model_dir: Path, alone:
 @pytest.mark.parametrize("objective", ["dis", "ppo"])
 def test_minibatches_share_out_the_episodes(model_dir: Path, alone: None, batch: Batch, objective: str) -> None:
     trainee = Trainee(Policy(model_dir), FAST)
-    mine = policy.look(trainee, batch, settings(), np.arange(len(batch.trajectories)))
+    mine = policy.look(trainee, batch, settings())
     fresh = flatten(
         [_with_logprobs(t, mine[a:b]) for t, a, b in zip(
             batch.trajectories, batch.boundaries[:-1], batch.boundaries[1:], strict=True)]
@@ -209,7 +209,7 @@ def windows(episode: Callable[..., Trajectory]) -> Batch:
 def near_mu(model_dir: Path, batch: Batch) -> Batch:
     """The episodes as an engine with slightly other weights would have sampled them."""
     trainee = Trainee(Policy(model_dir), FAST)
-    exact = policy.look(trainee, batch, settings(), np.arange(len(batch.trajectories)))
+    exact = policy.look(trainee, batch, settings())
     return replace(batch, mu=(exact + 0.3 * np.random.default_rng(0).normal(size=len(exact))).astype(np.float32))
 
 
@@ -250,7 +250,7 @@ def test_the_gradient_of_whole_episodes_is_exact(old: str, model_dir: Path, alon
 
     learned = estimate(batch, np.zeros(len(batch.tokens), np.float32), chosen)
     trainee = Trainee(Policy(model_dir), FAST)
-    exact = policy.look(trainee, batch, chosen, np.arange(len(batch.trajectories)))
+    exact = policy.look(trainee, batch, chosen)
     columns = {"old": batch.mu if old == "engine" else exact, "advantage": learned.advantages, "at": batch.sequence}
 
     def paper(microbatch: MicroBatch, output: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -319,3 +319,59 @@ def test_naming_a_source_changes_nothing_by_itself(model_dir: Path, alone: None,
         improve(model_dir, batch, settings(**chosen, **more)) for more in ({}, {"per_source": {"group": {}}})
     )
     assert np.allclose(plain[0], named[0], rtol=1e-5) and apart(plain[1], named[1]) < 1e-5
+
+
+def test_several_critic_updates_are_held_near_the_values_before(model_dir: Path, alone: None, batch: Batch) -> None:
+    moved = []
+    for clip in (None, 1e-3):
+        trainee = Trainee(Critic(model_dir), OptimizerSettings(lr=3e-3, beta2=0.999))
+        chosen = settings(critic={"value_clip": clip})
+        step = critic.learn(trainee, batch, chosen, updates=8)
+        after = critic.predict(trainee, batch, chosen)
+        moved.append(np.abs(after - step.values)[batch.actions].mean())
+        assert np.array_equal(step.values, critic.predict(Trainee(Critic(model_dir), FAST), batch, chosen))
+    assert moved[1] < 0.5 * moved[0]
+
+
+def test_a_critic_judges_and_learns_from_its_own_sources_alone(model_dir: Path, alone: None, windows: Batch) -> None:
+    chosen = settings(per_source={"group": {"advantage": {"name": "grpo"}}})
+    trainee = Trainee(Critic(model_dir), FAST)
+    trainee.model.output_layer.weight.data.normal_()
+    trainee.optimizer.reload_model_params()
+    step = critic.learn(trainee, windows, chosen, updates=1)
+    of_group = np.array([windows.trajectories[e].task.source == "group" for e in windows.episode])
+    positions = np.repeat(of_group, np.diff(windows.starts))
+    assert not step.values[positions].any() and step.values[~positions].all()
+    returns = np.array([t.reward for t in windows.trajectories])[windows.sequence]
+    own = ~np.array([t.task.source == "group" for t in windows.trajectories])[windows.sequence]
+    expected = 0.5 * (step.values[windows.actions] - returns)[own] ** 2
+    assert step.updates[0].loss == pytest.approx(expected.mean(), rel=1e-4)
+    none = critic.learn(trainee, windows, settings(advantage={"name": "grpo"}), updates=2)
+    assert none.updates == [] and not none.values.any()
+
+
+@pytest.mark.parametrize("kind", [Policy, Critic])
+def test_frozen_attention_stays_and_the_rest_moves(
+    kind: Any, model_dir: Path, tmp_path: Path, alone: None, batch: Batch
+) -> None:
+    frozen = OptimizerSettings(lr=1e-2, frozen="attention")
+    trainee = Trainee(kind(model_dir), frozen)
+    before = snapshot(trainee)
+
+    def learn(trainee: Trainee) -> None:
+        if kind is Critic:
+            critic.learn(trainee, batch, settings(), updates=2)
+        else:
+            supervise(trainee, batch, 100)
+
+    learn(trainee)
+    moved = {name for name, tensor in snapshot(trainee).items() if not torch.equal(tensor, before[name])}
+    assert moved == {name for name in before if ".self_attention." not in name}
+    checkpoint.save(tmp_path, 1, {"model": trainee}, {})
+    again = Trainee(kind(model_dir), frozen)
+    found = checkpoint.newest(tmp_path)
+    assert found is not None
+    checkpoint.load(found, {"model": again})
+    for each in (trainee, again):
+        learn(each)
+    assert same(snapshot(trainee), snapshot(again))
