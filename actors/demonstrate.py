@@ -37,7 +37,7 @@ async def demonstrate(config: ActorConfig, episodes: int) -> list[Trajectory]:
             finally:
                 await env.stop()
             lease = Unleased(f"demonstration/{task.id}", task)
-            return to_trajectory(outcome, transcript, lease, source, config.actor, "expert")
+            return to_trajectory(outcome, transcript.traces(), lease, source, config.actor, "expert")
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -68,6 +68,4 @@ async def _resolve(value: Any) -> Any:
 async def main(config: ActorConfig, episodes: int, out: Path) -> None:
     trajectories = await demonstrate(config, episodes)
     out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_name(f".{out.name}.part")
-    write_archive(part, trajectories)
-    part.replace(out)
+    write_archive(out, trajectories)

@@ -8,9 +8,10 @@ It waits for the policy and for the environment, each within the episode's deadl
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from ..buffer import Lease, Task, Trajectory
+from ..buffer import Lease, Task, Trace, Trajectory
+from ..buffer.trajectory import Status
 from ..envs import InfrastructureError, ToolEnv
 from .chat import Chat
 from .engine import Engine, Generation
@@ -29,8 +30,8 @@ Policy = Callable[[Transcript, float], Awaitable[Generation]]
 class Outcome:
     """What came of an episode, beside its transcript."""
 
-    ended: bool = False
-    """Whether the environment ended the episode, rather than a limit."""
+    status: Status = "segment"
+    """How it ended; "segment" while it goes on."""
     reward: float = 0.0
     """The grade; what single turns earned stands in the traces."""
     parts: dict[str, float] = field(default_factory=dict)
@@ -43,7 +44,7 @@ class Outcome:
     timing: dict[str, float] = field(
         default_factory=lambda: {"total": 0.0, "engine": 0.0, "env": 0.0, "grade": 0.0, "waited": 0.0}
     )
-    """Seconds. `waited` went by without an engine and does not count against the deadline."""
+    """Seconds. `waited` went by without an engine or the buffer and does not count against the deadline."""
 
 
 async def run_episode(
@@ -53,12 +54,20 @@ async def run_episode(
     transcript: Transcript,
     settings: ActorSettings,
     after_turn: Callable[[Outcome], Awaitable[None]] | None = None,
+    so_far: Outcome | None = None,
 ) -> Outcome:
-    """Plays one episode and grades it; the caller stops the environment afterwards."""
-    outcome = Outcome()
-    started = _now()
+    """Plays one episode and grades it; the caller stops the environment afterwards.
+
+    `after_turn` may store what there is, or cut the transcript, before the episode goes on. `so_far`: environment and
+    transcript are in the middle of an episode, which goes on from there (`Unfinished.resume`).
+    """
+    outcome = so_far or Outcome()
+    started = _now() - outcome.timing["total"]
+    ended = False
     try:
-        await _play(env, seed, policy, transcript, settings, outcome, after_turn)
+        if so_far is None:
+            transcript.open(await until(started + settings.episode_seconds, env.start(seed)))
+        ended = await _play(env, policy, transcript, settings, outcome, started, after_turn)
     except OutOfTime as error:
         if not transcript.n_sampled:
             raise InfrastructureError(f"nothing was sampled in {settings.episode_seconds:.0f} s: {error}") from error
@@ -68,9 +77,10 @@ async def run_episode(
         )
     finished = _now()
     try:
-        grade = await _until(finished + settings.grade_seconds, env.score())
+        grade = await until(finished + settings.grade_seconds, env.score())
     except OutOfTime as error:
         raise InfrastructureError(f"no grade within {settings.grade_seconds:.0f} s (actor.grade_seconds)") from error
+    outcome.status = "terminated" if ended else "truncated"
     outcome.reward, outcome.parts = grade.reward, dict(grade.parts)
     outcome.timing["grade"] = _now() - finished
     outcome.timing["total"] = _now() - started
@@ -79,23 +89,22 @@ async def run_episode(
 
 async def _play(
     env: ToolEnv,
-    seed: int,
     policy: Policy,
     transcript: Transcript,
     settings: ActorSettings,
     outcome: Outcome,
+    started: float,
     after_turn: Callable[[Outcome], Awaitable[None]] | None,
-) -> None:
-    """Takes turns until the environment says that it is done or the context is full; OutOfTime at the deadline."""
-    deadline = _now() + settings.episode_seconds
-    transcript.open(await _until(deadline, env.start(seed)))
+) -> bool:
+    """Takes turns until the environment ends the episode (True) or the context is full; OutOfTime at the deadline."""
+    deadline = started + settings.episode_seconds + outcome.timing["waited"]
     while len(transcript.ids) < settings.context_tokens:
         asked = _now()
         said = await policy(transcript, deadline - asked)
         deadline += said.waited
         answered = _now()
         content, calls, error = parse(transcript.say(said, answered - asked - said.waited))
-        step = await _until(deadline, env.act(calls, content, error))
+        step = await until(deadline, env.act(calls, content, error))
         took = _now() - answered
         transcript.reward(step.reward)
         outcome.turns += 1
@@ -106,14 +115,18 @@ async def _play(
         outcome.timing["waited"] += said.waited
         outcome.timing["env"] += took
         if step.done:
-            outcome.ended = not step.truncated
-            return
+            return not step.truncated
         transcript.hear(step.messages, took)
         if after_turn is not None:
+            before = _now()
+            outcome.timing["total"] = before - started
             await after_turn(outcome)
+            outcome.timing["waited"] += _now() - before
+            deadline += _now() - before
+    return False
 
 
-async def _until(deadline: float, work: Awaitable[T]) -> T:
+async def until(deadline: float, work: Awaitable[T]) -> T:
     """OutOfTime at the deadline; a TimeoutError of the work's own stays what it is."""
     try:
         async with asyncio.timeout_at(deadline) as limit:
@@ -156,12 +169,11 @@ class Unleased:
 
 def to_trajectory(
     outcome: Outcome,
-    transcript: Transcript,
+    traces: list[Trace],
     lease: Lease | Unleased,
     source: TaskSource,
     settings: ActorSettings,
     actor: str,
-    unfinished: bool = False,
 ) -> Trajectory:
     return Trajectory(
         id=lease.attempt,
@@ -171,12 +183,17 @@ def to_trajectory(
         group_size=lease.group_size,
         group_index=lease.group_index,
         env=source.env,
-        status="segment" if unfinished else "terminated" if outcome.ended else "truncated",
+        status=outcome.status,
         reward=outcome.reward,
         reward_parts=outcome.parts,
-        traces=transcript.traces(),
-        timing=outcome.timing,
+        traces=traces,
+        timing=dict(outcome.timing),
         engine=outcome.engine,
         actor=actor,
-        sampling={"temperature": settings.temperature},
+        sampling=sampling(settings),
     )
+
+
+def sampling(settings: ActorSettings) -> dict[str, Any]:
+    """What a trajectory says of how its tokens were sampled."""
+    return {"temperature": settings.temperature}

@@ -5,6 +5,8 @@ ActorError
 ├── EngineUnavailable    no engine answered in time: the task is given back and nothing is counted against it
 ├── EngineRefused        the engine will never accept this request: a bug or a wrong setting (also a ValueError)
 ├── OutOfTime            a deadline of ours passed; an episode that it ends is graded (also a TimeoutError)
+├── CannotContinue       an unfinished episode cannot be restored: it starts over
+├── LeaseLost            the attempt is another worker's by now, or dropped: its episode ends here
 └── TooManyFailures      episode after episode failed: something is broken that retrying does not mend
 """
 
@@ -26,6 +28,14 @@ class EngineRefused(ActorError, ValueError):
 
 
 class OutOfTime(ActorError, TimeoutError):
+    pass
+
+
+class CannotContinue(ActorError):
+    pass
+
+
+class LeaseLost(ActorError):
     pass
 
 

@@ -44,7 +44,7 @@ async def evaluate(config: ActorConfig, source: TaskSource, episodes: int) -> di
             return await play(engine, seed, tries - 1)
         finally:
             await env.stop()
-        return outcome, to_trajectory(outcome, transcript, lease, source, config.actor, config.name)
+        return outcome, to_trajectory(outcome, transcript.traces(), lease, source, config.actor, config.name)
 
     async def wait_and_play(engine: Engine, seed: int) -> tuple[Outcome, Trajectory]:
         async with places:

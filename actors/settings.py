@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ..buffer import BufferSettings, Task
 
@@ -64,8 +64,11 @@ class ActorSettings(Settings):
     """Longest episode; one that takes longer is truncated, and graded. Waiting for a dead engine does not count."""
     grade_seconds: Annotated[float, Field(gt=0)] = 60
     """Longest grading; one that takes longer is a failure of the environment, never a reward."""
-    checkpoint_seconds: Annotated[float, Field(gt=0)] = 30
-    """An unfinished episode is saved in the buffer this often, after a turn."""
+    checkpoint_seconds: Annotated[float, Field(ge=0)] = 0
+    """An unfinished episode is saved in the buffer after a turn, at most this often; 0: after every turn."""
+    segment_tokens: Annotated[int, Field(ge=1)] | None = None
+    """An unfinished episode hands in what it sampled each time it has this many new tokens, so that they are trained on
+    before it ends; its last turn stays behind. Needs buffer.group_size 1 and a critic. None: whole episodes only."""
     patience_seconds: Annotated[float, Field(gt=0)] = 120
     """How long an episode waits for an engine to come back before its task is given back."""
     drain_seconds: Annotated[float, Field(ge=0)] = 4
@@ -95,6 +98,15 @@ class ActorConfig(Settings):
     sources: tuple[TaskSource, ...] = ()
     evaluation: tuple[TaskSource, ...] = ()
     name: str = "actor-0"
+
+    @model_validator(mode="after")
+    def _cut_only_what_stands_alone(self) -> Self:
+        if self.actor.segment_tokens is not None and self.buffer.group_size > 1:
+            raise ValueError(
+                f"actor.segment_tokens={self.actor.segment_tokens} needs buffer.group_size=1, not "
+                f"{self.buffer.group_size}: a segment has no reward yet that a group could compare"
+            )
+        return self
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -2,14 +2,15 @@
 
 Invariant: what the engine is given next is exactly what it was given and sampled before, plus the ids that the chat
 template says follow. A sampled id is never decoded and encoded again. A token is marked sampled if and only if the
-engine sampled it, the closing token of a message included; every other token came from the template. Where the template
-would change what has been said, the trace ends there and a new one starts from a fresh rendering.
+engine sampled it, the closing token of a message included, and it was not handed in before (`cut`); every other token
+is context. Where the template would change what has been said, the trace ends there and a new one starts from a fresh
+rendering.
 """
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -30,6 +31,17 @@ class _Columns:
     rewards: list[tuple[int, float]] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, trace: Trace) -> Self:
+        return cls(
+            tokens=trace.tokens.tolist(),
+            sampled=trace.sampled.tolist(),
+            logprobs=trace.logprobs.tolist(),
+            versions=trace.versions.tolist(),
+            rewards=list(trace.rewards),
+            turns=list(trace.turns),
+        )
+
     def template(self, ids: Sequence[int]) -> None:
         self._append(ids, False, [0.0] * len(ids), [-1] * len(ids))
 
@@ -44,14 +56,22 @@ class _Columns:
         self.logprobs += logprobs
         self.versions += versions
 
-    def trace(self, parent: int | None) -> Trace:
+    def forget(self, end: int) -> None:
+        """Makes context of everything before `end`."""
+        self.sampled[:end] = [False] * end
+        self.logprobs[:end] = [0.0] * end
+        self.versions[:end] = [-1] * end
+        self.rewards = [(position, value) for position, value in self.rewards if position >= end]
+
+    def trace(self, parent: int | None, end: int | None = None) -> Trace:
+        end = len(self.tokens) if end is None else end
         return Trace(
-            tokens=np.array(self.tokens, np.int32),
-            sampled=np.array(self.sampled, bool),
-            logprobs=np.array(self.logprobs, np.float32),
-            versions=np.array(self.versions, np.int32),
-            rewards=list(self.rewards),
-            turns=list(self.turns),
+            tokens=np.array(self.tokens[:end], np.int32),
+            sampled=np.array(self.sampled[:end], bool),
+            logprobs=np.array(self.logprobs[:end], np.float32),
+            versions=np.array(self.versions[:end], np.int32),
+            rewards=[(position, value) for position, value in self.rewards if position < end],
+            turns=[turn for turn in self.turns if turn.end <= end],
             parent=parent,
         )
 
@@ -63,7 +83,6 @@ class Transcript:
         self._tools_json = json.dumps(tools)
         self._messages: list[Message] = []
         self._traces: list[_Columns] = []
-        self._last_sampled: tuple[_Columns, int] | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -76,7 +95,19 @@ class Transcript:
 
     @property
     def n_sampled(self) -> int:
+        """Sampled tokens that were not handed in."""
         return sum(sum(columns.sampled) for columns in self._traces)
+
+    @property
+    def n_before_last(self) -> int:
+        """Sampled tokens that `cut` would hand in."""
+        last = self._last_said()
+        return self.n_sampled - (last[1].end - last[1].start) if last else 0
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest weights that sampled any of `n_sampled`."""
+        return min((v for columns in self._traces for v in columns.versions if v >= 0), default=None)
 
     def open(self, messages: Sequence[Message]) -> None:
         self._messages = list(messages)
@@ -88,8 +119,6 @@ class Transcript:
         start = len(columns.tokens)
         columns.policy(said)
         columns.turns.append(Turn(start, len(columns.tokens), "assistant", seconds=seconds))
-        if said.ids:
-            self._last_sampled = columns, len(columns.tokens) - 1
         text = self._chat.decode(said.ids[:-1] if self._stopped() else said.ids)
         self._messages.append({"role": "assistant", "content": text})
         return text
@@ -105,12 +134,41 @@ class Transcript:
 
     def reward(self, value: float) -> None:
         """Rewards the last sampled token."""
-        if value and self._last_sampled:
-            columns, position = self._last_sampled
-            columns.rewards.append((position, value))
+        last = self._last_said()
+        if value and last:
+            self._traces[last[0]].rewards.append((last[1].end - 1, value))
 
     def traces(self) -> list[Trace]:
         return [columns.trace(i - 1 if i else None) for i, columns in enumerate(self._traces)]
+
+    def cut(self) -> list[Trace]:
+        """Hands in what was sampled before the policy's last message; from now on that is context.
+
+        What is handed in ends where that message began, so a critic's value there is what followed. The message itself
+        stays behind, so that whatever is still earned, the grade included, has a sampled token to stand at. Context
+        windows that were left before it are over, and forgotten.
+        """
+        last = self._last_said()
+        assert last, "nothing was sampled yet"
+        window, start = last[0], last[1].start
+        ends = [None] * window + [start]
+        piece = [self._traces[i].trace(i - 1 if i else None, end) for i, end in enumerate(ends)]
+        del self._traces[:window]
+        self._traces[0].forget(start)
+        return piece
+
+    def restore(self, messages: Sequence[Message], traces: Sequence[Trace]) -> None:
+        """Becomes the transcript that had these `messages` and gave these `traces`."""
+        self._messages = list(messages)
+        self._traces = [_Columns.of(trace) for trace in traces]
+
+    def _last_said(self) -> tuple[int, Turn] | None:
+        """The last message with a sampled token that was not handed in, and its trace."""
+        for i in reversed(range(len(self._traces))):
+            for turn in reversed(self._traces[i].turns):
+                if turn.start < turn.end and self._traces[i].sampled[turn.start]:
+                    return i, turn
+        return None
 
     def _start_trace(self) -> None:
         self._traces.append(_Columns())

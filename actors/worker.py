@@ -2,7 +2,8 @@
 
 Invariant: an attempt that was leased here is completed, failed, released, or lost to another worker, and its episode is
 not forgotten before Redis has acknowledged which. A finished trajectory is kept until then, through restarts of Redis.
-Failures that are not the agent's give the attempt back with the reason; they are never scored.
+Failures that are not the agent's give the attempt back with the reason; they are never scored. An unfinished episode is
+in the buffer as of its last turn (or of `checkpoint_seconds` ago); whoever has the attempt next goes on from there.
 
 The loop waits for one of its episodes to end, for the buffer (which wakes it when there may be work), or for SIGTERM,
 after which running episodes have `drain_seconds` to finish. The buffer is synchronous: its calls run in threads.
@@ -18,14 +19,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ..buffer import Lease, RedisUnavailable, ReplayBuffer, WeightLedger
+from ..buffer import Lease, RedisUnavailable, ReplayBuffer, Trajectory, WeightLedger
 from ..envs import InfrastructureError, close_shared_pools, make_env
 from .chat import Chat
 from .engine import Engine
-from .episode import Outcome, engine_policy, run_episode, to_trajectory
-from .errors import EngineUnavailable, TooManyFailures
+from .episode import Outcome, engine_policy, run_episode
+from .errors import CannotContinue, EngineUnavailable, LeaseLost, TooManyFailures
 from .settings import ActorConfig, Mixture
-from .transcript import Transcript
+from .unfinished import Unfinished
 
 log = logging.getLogger(__name__)
 
@@ -52,15 +53,23 @@ class Counters:
     released: int = 0
     late: int = 0
     """Episodes whose lease was lost: another worker has them, or they are dropped."""
+    resumed: int = 0
+    """Episodes that went on from where an earlier try had left them."""
+    segments: int = 0
+    """Parts of episodes that came home before their end."""
     failures_in_a_row: int = 0
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=128))
     ends: deque[float] = field(default_factory=lambda: deque(maxlen=2000))  # more than RATE_SECONDS ever see
 
-    def count(self, outcome: Outcome, transcript: Transcript) -> None:
+    def count_tokens(self, trajectory: Trajectory) -> None:
+        self.sampled_tokens += trajectory.n_sampled
+        self.engine_tokens += trajectory.n_sampled
+
+    def count(self, outcome: Outcome, trajectory: Trajectory) -> None:
         self.failures_in_a_row = 0
         self.episodes += 1
-        self.sampled_tokens += transcript.n_sampled
-        self.engine_tokens += transcript.n_sampled + outcome.prefilled
+        self.count_tokens(trajectory)
+        self.engine_tokens += outcome.prefilled
         self.rewards.append(outcome.reward)
         self.ends.append(time.monotonic())
 
@@ -77,6 +86,8 @@ class Counters:
             "failed": self.failed,
             "released": self.released,
             "late": self.late,
+            "resumed": self.resumed,
+            "segments": self.segments,
         }
 
 
@@ -85,6 +96,9 @@ class Slot:
     """An episode in the works."""
 
     lease: Lease
+    episode: Unfinished | None = None
+    saved: float = 0.0
+    """When it was last stored."""
     lost: bool = False
     """Somebody else holds the attempt by now."""
     finished: bool = False
@@ -119,6 +133,8 @@ class Worker:
 
     async def run(self) -> None:
         async with self._engine:
+            # What an earlier process of this name held need not wait for its leases to expire.
+            await self._redis(self._buffer.abandon, self.name)
             helpers = [asyncio.create_task(self._heartbeat()), asyncio.create_task(self._report())]
             for helper in helpers:
                 helper.add_done_callback(lambda _: self._wake.set())
@@ -178,6 +194,8 @@ class Worker:
                 self.counters.late += 1
             else:  # we are draining
                 await self._release(lease)
+        except LeaseLost:
+            self.counters.late += 1
         except EngineUnavailable as error:
             log.warning("attempt %s is given back: %s", lease.attempt, error)
             await self._release(lease)
@@ -191,23 +209,20 @@ class Worker:
         lease = slot.lease
         source = self._mixture.sources[lease.task.source]
         env = make_env(source.env, **source.kwargs)
-        transcript = Transcript(self._chat, env.tool_schemas())
         policy = engine_policy(self._engine, self._chat, self._settings, lease.attempt)
-        saved = time.monotonic()
+        episode = slot.episode = Unfinished(lease, env, self._chat, source, self._settings, self.name)
 
         async def save(outcome: Outcome) -> None:
-            nonlocal saved
-            if time.monotonic() - saved > self._settings.checkpoint_seconds:
-                partial = to_trajectory(outcome, transcript, lease, source, self._settings, self.name, unfinished=True)
-                await self._redis(self._buffer.checkpoint, lease, partial)
-                saved = time.monotonic()
+            await self._save(slot, episode, outcome)
 
         try:
-            outcome = await run_episode(env, lease.task.seed, policy, transcript, self._settings, save)
+            so_far = await self._resume(lease, episode) if lease.partial else None
+            slot.saved = time.monotonic()
+            outcome = await run_episode(env, lease.task.seed, policy, episode.transcript, self._settings, save, so_far)
             slot.finished = True
-            trajectory = to_trajectory(outcome, transcript, lease, source, self._settings, self.name)
+            trajectory = episode.trajectory(outcome)
             answer = await self._redis(self._buffer.complete, lease, trajectory)
-            self.counters.count(outcome, transcript)
+            self.counters.count(outcome, trajectory)
             self.counters.late += answer == "gone"
         finally:
             try:
@@ -215,6 +230,32 @@ class Worker:
                     await env.stop()
             except Exception as error:  # no reason to think otherwise of the attempt, which may be home already
                 log.error("the environment of attempt %s did not stop", lease.attempt, exc_info=error)
+
+    async def _resume(self, lease: Lease, episode: Unfinished) -> Outcome | None:
+        """What an earlier try came to; None if the episode has to start over, and the buffer knows why."""
+        try:
+            so_far = await episode.resume()
+        except CannotContinue as error:
+            await self._redis(self._buffer.start_over, lease, str(error))
+            return None
+        self.counters.resumed += 1
+        return so_far
+
+    async def _save(self, slot: Slot, episode: Unfinished, outcome: Outcome) -> None:
+        """After a turn: hands in a segment if there is one, or stores where the episode stands if it is time."""
+        due = self._stopping or time.monotonic() - slot.saved >= self._settings.checkpoint_seconds
+        if cut := episode.segment(outcome):
+            held = await self._redis(self._buffer.segment, slot.lease, *cut) != "gone"
+            self.counters.segments += held
+            if held:
+                self.counters.count_tokens(cut[1])
+        elif due and episode.replayable:
+            held = await self._redis(self._buffer.checkpoint, slot.lease, episode.checkpoint(outcome))
+        else:
+            return
+        if not held:
+            raise LeaseLost(f"the lease of attempt {slot.lease.attempt} is lost")
+        slot.saved = time.monotonic()
 
     async def _fail(self, lease: Lease, reason: str, detail: str) -> None:
         answer = await self._redis(self._buffer.fail, lease, reason, detail)
@@ -229,10 +270,17 @@ class Worker:
         self.counters.released += 1
 
     async def _redis(self, call: Callable[..., T], *args: Any) -> T:
-        """A call to the buffer, repeated until it is served; while draining only as long as the drain lasts."""
+        """A call to the buffer, repeated until it is served; while draining only as long as the drain lasts.
+
+        Being cancelled it waits for the call that is under way, so that it cannot reach Redis after a release.
+        """
         while True:
+            running = asyncio.create_task(asyncio.to_thread(call, *args))
             try:
-                return await asyncio.to_thread(call, *args)
+                return await asyncio.shield(running)
+            except asyncio.CancelledError:
+                await asyncio.wait([running])
+                raise
             except RedisUnavailable as error:
                 if time.monotonic() > self._give_up_at:
                     raise
@@ -244,7 +292,9 @@ class Worker:
             slots = list(self._episodes.items())
             if not slots:
                 continue
-            leases = await self._redis(self._buffer.heartbeat, [slot.lease for _, slot in slots])
+            versions = {s.lease.attempt: s.episode.transcript.oldest_version for _, s in slots if s.episode}
+            oldest = {attempt: version for attempt, version in versions.items() if version is not None}
+            leases = await self._redis(self._buffer.heartbeat, [slot.lease for _, slot in slots], oldest)
             held = {(lease.attempt, lease.token) for lease in leases}
             for episode, slot in slots:
                 is_held = (slot.lease.attempt, slot.lease.token) in held

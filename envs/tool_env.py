@@ -78,6 +78,9 @@ class ToolEnv(gymnasium.Env[str, str]):
     max_turns: int = 16
     """The episode is truncated (and graded) after this many turns of the model."""
 
+    replayable: bool = True
+    """Whether the same calls always give the same answers; if not, an interrupted episode starts over."""
+
     tools: ClassVar[dict[str, Tool]] = {}
     metadata: dict[str, Any] = {"render_modes": []}
     observation_space: gymnasium.Space[str] = AnyText(_LONGEST_TEXT)

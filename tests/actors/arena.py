@@ -1,6 +1,7 @@
 """Small environments that the tests play in; worker processes import them by path, as a user's would be."""
 
 import asyncio
+import dataclasses
 import random
 
 from argosy.envs import Grade, InfrastructureError, ToolEnv, tool
@@ -49,6 +50,43 @@ class Guess(ToolEnv):
             return f'<tool_call>\n{{"name": "guess", "arguments": {{"number": {self.last}}}}}\n</tool_call>'
 
         return say
+
+
+class Stuck(Guess):
+    """Asks again and again, and in turn `turn` stops answering. What it answers depends on `mood`."""
+
+    max_turns = 6
+
+    def __init__(self, turn: int = 0, mood: str = "", pause: float = 0.0) -> None:
+        super().__init__(pause)
+        self.turn, self.mood = turn, mood
+
+    def setup(self, seed, options):
+        self.asked = 0
+        return super().setup(seed, options) + self.mood
+
+    async def act(self, calls, content="", error=None):
+        self.asked += 1
+        if self.asked == self.turn:
+            await asyncio.sleep(3600)
+        step = await super().act(calls, content, error)
+        return dataclasses.replace(step, reward=0.25 * (self.asked == 2))
+
+
+class Fickle(Stuck):
+    """Never says the same twice."""
+
+    async def reply(self, content):
+        return f"Call guess, {random.SystemRandom().random()}."
+
+    async def act(self, calls, content="", error=None):
+        return await super().act(None, content)
+
+
+class Fleeting(Fickle):
+    """The same, and says so."""
+
+    replayable = False
 
 
 class Broken(Guess):

@@ -1,7 +1,10 @@
 """One small model and one real SGLang server for all tests of the actors."""
 
+import asyncio
+import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +16,10 @@ from typing import Any
 
 import psutil
 import pytest
-from argosy.actors.settings import ActorConfig
-from argosy.buffer import BufferSettings, WeightLedger
+from argosy.actors.chat import Chat
+from argosy.actors.settings import ActorConfig, TaskSource
+from argosy.actors.worker import Worker
+from argosy.buffer import BufferSettings, Ledger, ReplayBuffer, Trajectory, WeightLedger
 from argosy.learner.scratch import make_model
 
 HERE = Path(__file__).parent
@@ -91,6 +96,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def chat(model: Path) -> Chat:
+    return Chat(model)
+
+
+@pytest.fixture(scope="session")
+def forgetful(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Chat:
+    """Drops what assistants said before the last tool answer, as templates that strip earlier thoughts do."""
+    folder = tmp_path_factory.mktemp("forgetful")
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return Chat(folder)
+
+
+@pytest.fixture(scope="session")
 def engine_config(redis_url: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> ActorConfig:
     return ActorConfig(
         run_dir=tmp_path_factory.mktemp("engine"),
@@ -150,6 +172,34 @@ def wait_until(condition: Callable[[], object], seconds: float, what: object = "
 def last_line(config: ActorConfig, actor: str) -> dict[str, Any]:
     """What an actor last reported."""
     return json.loads((config.run_dir / "actors" / f"{actor}.jsonl").read_text().splitlines()[-1])
+
+
+def run_worker(config: ActorConfig, seconds: float) -> Worker:
+    async def run() -> Worker:
+        worker = Worker(config)
+        asyncio.get_running_loop().call_later(seconds, worker.stop)
+        await worker.run()
+        return worker
+
+    return asyncio.run(run())
+
+
+def changed(
+    config: ActorConfig, *, env: str = "arena:Guess", kwargs: dict | None = None, **actor: object
+) -> ActorConfig:
+    source = TaskSource(name="guess", env=env, kwargs=kwargs or {})
+    return config.model_copy(update={"sources": (source,), "actor": config.actor.model_copy(update=actor)})
+
+
+def ledger_of(config: ActorConfig) -> Ledger:
+    return ReplayBuffer(config.buffer).ledger()
+
+
+def ready(config: ActorConfig) -> list[Trajectory]:
+    """Every trajectory that came home, as a learner with batches of one would get them."""
+    buffer = ReplayBuffer(config.buffer.model_copy(update={"batch_size": 1}))
+    steps = itertools.takewhile(lambda ids: ids is not None, map(buffer.claim, itertools.count(1)))
+    return [trajectory for ids in steps for trajectory in buffer.get(ids or [])]
 
 
 def processes_of(session: int) -> list[str]:

@@ -27,11 +27,6 @@ def ledger(engine: Process, engine_config: ActorConfig) -> WeightLedger:
     return WeightLedger(engine_config.buffer)
 
 
-@pytest.fixture(scope="module")
-def chat(model: Path) -> Chat:
-    return Chat(model)
-
-
 def perturbed(model: Path, out: Path, seed: int) -> Path:
     """Other weights of the same shape."""
     shutil.copytree(model, out)

@@ -1,45 +1,15 @@
 """Whole episodes on the real engine, and what happens to them when something dies."""
 
 import asyncio
-import itertools
 import signal
 import subprocess
 import time
 
 import pytest
 from argosy.actors.errors import TooManyFailures
-from argosy.actors.settings import ActorConfig, TaskSource
 from argosy.actors.worker import Worker
-from argosy.buffer import Ledger, ReplayBuffer, Trajectory, WeightLedger
-from conftest import last_line, wait_until
-
-
-def run_worker(config: ActorConfig, seconds: float) -> Worker:
-    async def run() -> Worker:
-        worker = Worker(config)
-        asyncio.get_running_loop().call_later(seconds, worker.stop)
-        await worker.run()
-        return worker
-
-    return asyncio.run(run())
-
-
-def changed(
-    config: ActorConfig, *, env: str = "arena:Guess", kwargs: dict | None = None, **actor: object
-) -> ActorConfig:
-    source = TaskSource(name="guess", env=env, kwargs=kwargs or {})
-    return config.model_copy(update={"sources": (source,), "actor": config.actor.model_copy(update=actor)})
-
-
-def ledger_of(config: ActorConfig) -> Ledger:
-    return ReplayBuffer(config.buffer).ledger()
-
-
-def ready(config: ActorConfig) -> list[Trajectory]:
-    """Every trajectory that came home, as a learner with batches of one would get them."""
-    buffer = ReplayBuffer(config.buffer.model_copy(update={"batch_size": 1}))
-    steps = itertools.takewhile(lambda ids: ids is not None, map(buffer.claim, itertools.count(1)))
-    return [trajectory for ids in steps for trajectory in buffer.get(ids or [])]
+from argosy.buffer import ReplayBuffer, WeightLedger
+from conftest import changed, last_line, ledger_of, ready, run_worker, wait_until
 
 
 def test_episodes_land_in_the_buffer(config):
