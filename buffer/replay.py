@@ -218,7 +218,7 @@ class ReplayBuffer:
     def start_over(self, lease: Lease, reason: str) -> None:
         """The lease's partial cannot be continued: the ledger notes it, and the partial goes."""
         log.warning("attempt %s starts over: %s", lease.attempt, reason)
-        self._run("start_over", lease.attempt, lease.token)
+        self._run("start_over", lease.attempt, lease.token, _report(lease, "starts over", reason))
 
     def segment(
         self, lease: Lease, number: int, piece: Trajectory, so_far: Trajectory
@@ -253,8 +253,7 @@ class ReplayBuffer:
 
     def fail(self, lease: Lease, reason: str, detail: str = "") -> Literal["requeued", "dropped", "gone"]:
         """The infrastructure failed, not the agent: try again, up to max_tries, then drop it as env_failed."""
-        note = {"time": time.time(), "attempt": lease.attempt, "tries": lease.tries, "reason": reason}
-        return self._run("fail", lease.attempt, lease.token, json.dumps(note | {"detail": detail[:500]})).decode()
+        return self._run("fail", lease.attempt, lease.token, _report(lease, reason, detail)).decode()
 
     def release(self, lease: Lease) -> None:
         """Hand the attempt back, with its last checkpoint and without counting a try: this worker is leaving."""
@@ -487,6 +486,12 @@ def _check_belongs(trajectory: Trajectory, lease: Lease) -> None:
     ours = (lease.attempt, lease.group, lease.group_size, lease.group_index)
     if theirs != ours:
         raise ValueError(f"the trajectory says attempt, group, size, index = {theirs}, the lease says {ours}")
+
+
+def _report(lease: Lease, reason: str, detail: str) -> str:
+    """A line in the list of the last failures."""
+    report = {"time": time.time(), "attempt": lease.attempt, "tries": lease.tries}
+    return json.dumps(report | {"reason": reason, "detail": detail[:500]})
 
 
 def _or_empty(version: int | None) -> int | str:

@@ -106,6 +106,10 @@ class Recipe(Part):
                     f"{advantage.name} compares the attempts of a group: set buffer.group_size to 2 or more, not "
                     f"{self.buffer.group_size}"
                 )
+        if self.actor.segment_tokens is not None and not all(
+            self.learner.method(source.name).advantage.by_critic for source in self.tasks
+        ):
+            raise ValueError("actor.segment_tokens needs a critic at the end of a segment: learner.advantage gae")
         names = [source.name for source in (*self.tasks, *self.evaluation)]
         if len(set(names)) < len(names):
             raise ValueError(f"tasks and evaluation must all have different names, not {names}")
@@ -147,6 +151,7 @@ def load(recipe: str, overrides: Sequence[str] = (), runs: Path = Path("runs")) 
         _default(data, part, key, value)
     try:
         checked = Recipe.model_validate(data)
+        checked.actor_config(paths, "any")  # what must fit together there is checked there
         for source in (*checked.tasks, *checked.evaluation):
             _check_environment(source)
     except ValidationError as error:

@@ -72,22 +72,32 @@ function transitions.heartbeat(leases)
   return kept
 end
 
+-- A lease that was lost leaves no partial, unless its successor goes on from that very one.
+local function forget_unless_used(id, partial)
+  if redis.call('HGET', attempt_key(id), 'partial') ~= partial then unlink(partial) end
+end
+
 function transitions.checkpoint(id, token, partial, sampled)
   local attempt = held(id, token)
   if not attempt then
-    local successor = load(id)
-    if not (successor and successor.partial == partial) then unlink(partial) end
+    forget_unless_used(id, partial)
     return 'gone'
   end
   keep_partial(attempt, partial, sampled)
   return 'ok'
 end
 
+local function report_failure(report)
+  redis.call('LPUSH', key.failures, report)
+  redis.call('LTRIM', key.failures, 0, 99)
+end
+
 -- The partial cannot be continued.
-function transitions.start_over(id, token)
+function transitions.start_over(id, token, report)
   pass_when_full()
   local attempt = held(id, token)
   if not attempt then return 'gone' end
+  report_failure(report)
   forget_partial(attempt)
   note(attempt, 's')
   return 'ok'
@@ -128,7 +138,7 @@ function transitions.segment(id, token, number, payload, partial, sampled, ...)
   local attempt, group = held(id, token), group_of(id) .. ':' .. number
   if not attempt then
     unlink(payload)
-    unlink(partial)
+    forget_unless_used(id, partial)
     redis.call('HINCRBY', key.control, 'late', 1)
     return 'gone'
   end
@@ -160,8 +170,7 @@ function transitions.fail(id, token, report)
   pass_when_full()
   local attempt = held(id, token)
   if not attempt then return 'gone' end
-  redis.call('LPUSH', key.failures, report)
-  redis.call('LTRIM', key.failures, 0, 99)
+  report_failure(report)
   local failures = attempt.failures + 1
   if failures < rules.max_tries then
     requeue(attempt, 'leased', 'f', 'failures', failures)

@@ -25,6 +25,8 @@ MISTAKES = {
     "learner.per_source={repair: {objektive: {}}}": "did you mean 'objective'?",
     "learner.per_source={repair: {objective: {name: gspo}}}": "per_source.repair: gspo needs one advantage",
     "learner.per_source={repair: {advantage: {name: rloo}}}": "rloo compares the attempts of a group",
+    "actor.segment_tokens=0": "actor.segment_tokens: Input should be greater than or equal to 1, not 0",
+    "buffer.order=newest": "buffer.order: must be oldest, freshest, or a function as package.module:function",
     "tasks.0.env=argosy/repare": "task source 'repair': no environment 'argosy/repare': did you mean 'argosy/repair'?",
     "tasks.0.env=nowhere.module:Env": "task source 'repair': cannot import 'nowhere.module'",
     "tasks.0.kwargs.level=9": "repair has levels 1, 2, 3",
@@ -103,3 +105,14 @@ def test_the_command_fails_before_anything_starts(tmp_path: Path) -> None:
     assert "did you mean 'eta'?" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_segments_need_single_rollouts_and_a_critic() -> None:
+    with pytest.raises(RecipeError, match="segment_tokens=40 needs .*group_size=1, not 2"):
+        load("demo", ["actor.segment_tokens=40", "buffer.group_size=2"])
+    with pytest.raises(RecipeError, match="segment_tokens needs a critic"):
+        load(
+            "demo",
+            ["actor.segment_tokens=40", "buffer.group_size=2", "learner.advantage={name: grpo}", "learner.value=null"],
+        )
+    load("demo", ["actor.segment_tokens=40"])
