@@ -5,7 +5,7 @@ so nothing depends on how the batch is spread.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -107,8 +107,9 @@ def _shares(batch: Batch, values: np.ndarray, settings: LearnerSettings) -> Iter
     for index, method in enumerate(settings.methods):
         episodes = np.flatnonzero(own == index)
         trajectories = [batch.trajectories[episode] for episode in episodes.tolist()]
-        part = batch if len(episodes) == len(own) else flatten(trajectories)
         actions = np.flatnonzero(own[batch.sequence] == index)
+        alike = len(episodes) == len(own)
+        part = batch if alike else replace(flatten(trajectories), rewards=batch.rewards[actions])
         yield _Share(method.advantage, part, actions, at_actions[actions], follows[episodes])
 
 
@@ -129,7 +130,11 @@ def _against_group(share: _Share) -> np.ndarray:
     batch, settings = share.batch, share.settings
     spans = list(pairwise(batch.boundaries))
     turns = [np.zeros(b - a, np.int64) for a, b in spans]
-    scores = [[outcome(trajectory)] for trajectory in batch.trajectories]
+    # what was taken off its actions' rewards is in the score; without actions there is the outcome alone
+    scores = [
+        [float(batch.rewards[a:b].sum()) if b > a else outcome(trajectory)]
+        for trajectory, (a, b) in zip(batch.trajectories, spans, strict=True)
+    ]
     if settings.per_turn:
         begins = np.diff(batch.actions, prepend=-2) > 1  # between two turns, or traces, a position is no action
         turns = [np.cumsum(begins[a:b]) - 1 for a, b in spans]

@@ -39,6 +39,8 @@ def _of(method: Method, columns: Mapping[str, torch.Tensor]) -> tuple[torch.Tens
     if correction.function is not None:
         weight = correction.function(**{name: given[name] for name in correction.asks}, **correction.arguments)
         loss = loss * weight
+    if objective.kl is not None and objective.kl.place == "loss":
+        loss = loss + objective.kl.penalty(columns["theta"], columns["reference"])
     if objective.entropy:
         loss = loss - objective.entropy * columns["entropy"]
     return loss, kept, weight

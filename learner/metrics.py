@@ -84,6 +84,12 @@ def engine_mismatch(old: np.ndarray, mu: np.ndarray) -> dict[str, float]:
     return {"mismatch_k1": k1 / count, "mismatch_k3": k3 / count, "mismatch_max": float(largest), "ess": ess}
 
 
+def divergence(theta: np.ndarray, reference: np.ndarray) -> float:
+    """KL(learner || reference) in nats, estimated by k3 over the sampled actions of all ranks."""
+    gap = np.minimum(reference.astype(np.float64) - theta, 50.0)
+    return ranks.moments(np.exp(gap) - 1 - gap)[0]
+
+
 def engine_error(batch: Batch, before: np.ndarray, version: int) -> float | None:
     """Largest |before - mu| over the actions that the weights of `version` sampled, which are those of `before`.
 

@@ -49,67 +49,17 @@ class Update:
         return self.finite and self.grad_norm > 0
 
 
-class Trainee:
-    """A Policy or Critic wrapped in Megatron's data parallelism, with AdamW over a distributed optimizer."""
+class Evaluator:
+    """A Policy or Critic that answers; without gradients or an optimizer it stays what it is."""
 
-    def __init__(self, model: Policy | Critic, settings: OptimizerSettings):
+    def __init__(self, model: Policy | Critic):
         self.model = model
-        self.settings = settings
-        if settings.frozen == "attention":
-            _freeze_attention(model)
-        config = model.config
-        self._wrapped = DistributedDataParallel(
-            config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=True,
-                average_in_collective=False,  # gloo has no AVG
-                check_for_nan_in_grad=False,  # `update` looks at the global norm and refuses, Megatron would abort
-            ),
-            model,
-        )
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=settings.lr,
-                weight_decay=settings.weight_decay,
-                adam_beta1=settings.beta1,
-                adam_beta2=settings.beta2,
-                adam_eps=1e-8,
-                clip_grad=settings.clip,
-                bf16=config.bf16,
-                params_dtype=config.params_dtype,
-                use_distributed_optimizer=True,
-            ),
-            [self._wrapped],
-        )
-        config.finalize_model_grads_func = finalize_model_grads
-        config.grad_scale_func = self.optimizer.scale_loss
-        config.no_sync_func = self._wrapped.no_sync
+        self._wrapped: Any = model
 
     def forward(self, microbatches: Sequence[MicroBatch], outputs: Loss) -> list[list[np.ndarray]]:
         """Runs the model without gradient and returns what `outputs` hands back, per array and micro-batch."""
         with torch.no_grad():
             return self._schedule(microbatches, outputs, forward_only=True)[0]
-
-    def update(self, microbatches: Sequence[MicroBatch], loss: Loss, lr: float | None = None) -> Update:
-        """One optimizer step on the mean of `loss`, at `lr` if given.
-
-        No step is made if loss or gradient are not finite, nor without any gradient: momentum alone would move weights.
-        """
-        self._wrapped.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        outputs, loss_sum, actions = self._schedule(microbatches, loss, forward_only=False)
-        loss_sum, actions = ranks.total(np.array([loss_sum, actions], np.float64))
-        overflow = self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
-        mean = loss_sum / max(actions, 1.0)
-        update = Update(outputs, mean, norm, not overflow and math.isfinite(norm) and math.isfinite(mean))
-        if update.applied:
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.settings.lr if lr is None else lr
-            self.optimizer.step()
-        return update
 
     def _schedule(
         self, microbatches: Sequence[MicroBatch], loss: Loss, forward_only: bool
@@ -143,6 +93,64 @@ class Trainee:
         width = len(flat) // len(microbatches)
         outputs = [flat[index::width] for index in range(width)]
         return outputs, float(losses.sum()), sum(len(batch.which) for batch in microbatches)
+
+
+class Trainee(Evaluator):
+    """A Policy or Critic wrapped in Megatron's data parallelism, with AdamW over a distributed optimizer."""
+
+    def __init__(self, model: Policy | Critic, settings: OptimizerSettings):
+        super().__init__(model)
+        self.settings = settings
+        if settings.frozen == "attention":
+            _freeze_attention(model)
+        config = model.config
+        self._wrapped = DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=True,
+                average_in_collective=False,  # gloo has no AVG
+                check_for_nan_in_grad=False,  # `update` looks at the global norm and refuses, Megatron would abort
+            ),
+            model,
+        )
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=settings.lr,
+                weight_decay=settings.weight_decay,
+                adam_beta1=settings.beta1,
+                adam_beta2=settings.beta2,
+                adam_eps=1e-8,
+                clip_grad=settings.clip,
+                bf16=config.bf16,
+                params_dtype=config.params_dtype,
+                use_distributed_optimizer=True,
+            ),
+            [self._wrapped],
+        )
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.no_sync_func = self._wrapped.no_sync
+
+    def update(self, microbatches: Sequence[MicroBatch], loss: Loss, lr: float | None = None) -> Update:
+        """One optimizer step on the mean of `loss`, at `lr` if given.
+
+        No step is made if loss or gradient are not finite, nor without any gradient: momentum alone would move weights.
+        """
+        self._wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        outputs, loss_sum, actions = self._schedule(microbatches, loss, forward_only=False)
+        loss_sum, actions = ranks.total(np.array([loss_sum, actions], np.float64))
+        overflow = self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        mean = loss_sum / max(actions, 1.0)
+        update = Update(outputs, mean, norm, not overflow and math.isfinite(norm) and math.isfinite(mean))
+        if update.applied:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.settings.lr if lr is None else lr
+            self.optimizer.step()
+        return update
 
 
 def _freeze_attention(model: Policy | Critic) -> None:

@@ -41,7 +41,7 @@ class Batch:
     versions: np.ndarray
     """int32[K], the weight version that sampled it."""
     rewards: np.ndarray
-    """float32[K], the reward it earned."""
+    """float64[K], the reward it earned."""
     temperature: np.ndarray
     """float32[K], the temperature it was sampled at."""
 
@@ -90,7 +90,7 @@ def flatten(trajectories: Sequence[Trajectory]) -> Batch:
     chosen = np.flatnonzero(sampled)
     of_episode = np.repeat([e for e, _ in traces], np.diff(starts)).astype(np.int64)[chosen]
     temperatures = [trajectory.sampling.get("temperature", 1.0) for trajectory in trajectories]
-    rewards = np.zeros(len(chosen), np.float32)
+    rewards = np.zeros(len(chosen))
     for start, (e, trace) in zip(starts, traces, strict=False):
         for position, value in trace.rewards:
             earner = int(np.searchsorted(chosen, start + position, side="right")) - 1

@@ -15,8 +15,8 @@ from . import ranks
 from .aggregation import seq_mean_token_mean, seq_mean_token_sum_norm, sequence_mean, token_mean
 from .estimates import Estimate, which
 from .methods import losses
-from .metrics import engine_mismatch
-from .optimization import Trainee, Update
+from .metrics import divergence, engine_mismatch
+from .optimization import Evaluator, Trainee, Update
 from .packing import Batch, MicroBatch, gather, plan
 from .settings import LearnerSettings
 
@@ -35,8 +35,17 @@ class PolicyStep:
         return any(update.applied for update in self.updates)
 
 
-def improve(policy: Trainee, batch: Batch, estimate: Estimate, settings: LearnerSettings) -> PolicyStep:
-    """Takes `settings.minibatches` optimizer steps on the batch, each on its share of the episodes."""
+def improve(
+    policy: Trainee,
+    batch: Batch,
+    estimate: Estimate,
+    settings: LearnerSettings,
+    reference: np.ndarray | None = None,
+) -> PolicyStep:
+    """Takes `settings.minibatches` optimizer steps on the batch, each on its share of the episodes.
+
+    `reference` is float32[K], the log-probabilities of the policy to stay near, where the settings use one.
+    """
     if not estimate.carries_signal:
         return watch(policy, batch, settings)
     methods, method = settings.methods, which(batch, settings)[batch.sequence]
@@ -46,6 +55,7 @@ def improve(policy: Trainee, batch: Batch, estimate: Estimate, settings: Learner
         "advantage": estimate.advantages,
         "length": batch.lengths[batch.sequence],
         "method": method,
+        **({} if reference is None else {"reference": reference}),
     }
     # With one update and no ratio of whole episodes the update's own forward pass tells what is asked for of `old`.
     if settings.minibatches > 1 or asked & {"drift", "mismatch"}:
@@ -77,6 +87,7 @@ def improve(policy: Trainee, batch: Batch, estimate: Estimate, settings: Learner
         {
             **engine_mismatch(before, batch.mu),
             "entropy": ranks.moments(entropy)[0],
+            **({} if reference is None else {"reference_kl": divergence(theta, reference)}),
             "clip_share": 1.0 - ranks.moments(kept)[0],
             "corrected_share": ranks.moments(weight == 0)[0],
             "masked_share": 1.0 - ranks.moments(kept * (weight != 0))[0],
@@ -121,7 +132,7 @@ def watch(policy: Trainee, batch: Batch, settings: LearnerSettings) -> PolicySte
     return PolicyStep([], before, engine_mismatch(before, batch.mu))
 
 
-def look(policy: Trainee, batch: Batch, settings: LearnerSettings, episodes: np.ndarray | None = None) -> np.ndarray:
+def look(policy: Evaluator, batch: Batch, settings: LearnerSettings, episodes: np.ndarray | None = None) -> np.ndarray:
     """The policy's log-probability of each action of `episodes` (all by default), float32[K], without gradient."""
 
     def logprobs(microbatch: MicroBatch, output: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -15,7 +15,7 @@ from .aggregation import Aggregation
 from .lookup import check, find, signature
 
 # What functions may ask for, by name: an objective, a correction, an advantage per action, one against the group.
-ACTION = ("theta", "old", "mu", "advantage", "drift", "mismatch", "length", "entropy")
+ACTION = ("theta", "old", "mu", "advantage", "drift", "mismatch", "length", "entropy", "reference")
 CORRECTION = ("old", "mu", "mismatch", "length")
 EPISODE = ("rewards", "values", "bootstrap", "boundaries")
 GROUP = ("scores", "groups", "attempts")
@@ -128,6 +128,26 @@ class AdvantageSettings(_Settings):
         return "values" in signature(self.function).asks
 
 
+class KlSettings(_Settings):
+    weight: float = Field(gt=0)
+    """What the penalty is multiplied by."""
+    estimator: Literal["k1", "k2", "k3"] = "k2"
+    """How the divergence is estimated from one action (learner/objectives/kl.py): k2 in the loss, k1 in the reward."""
+    place: Literal["loss", "reward"] = "loss"
+    """loss: a term of it, for the policy as it is. reward: taken off what each action earned, for the policy that
+    sampled it."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.estimator == "k1" and self.place == "loss":
+            raise ValueError("the gradient of k1 in the loss is zero on average: take k2, or k1 in the reward")
+        return self
+
+    def penalty(self, logprob: Any, reference: Any) -> Any:
+        """weight x estimate for each action, of tensors."""
+        return self.weight * getattr(objectives, self.estimator)(logprob, reference)
+
+
 class ObjectiveSettings(_Settings):
     name: str = "dis"
     """dis: direct double-sided importance sampling against the engine. ppo, grpo, cispo: by the ratio of each action to
@@ -147,6 +167,8 @@ class ObjectiveSettings(_Settings):
     """What seq-mean-token-sum-norm divides the sum over a sequence by."""
     entropy: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
+    kl: KlSettings | None = None
+    """Penalty for leaving the policy that the policy stage began with; none when not set."""
     parameters: dict[str, Any] = {}
     """What your own function takes besides."""
 
@@ -315,6 +337,11 @@ class LearnerSettings(_Settings):
     def which(self, source: str) -> int:
         """The place of a source's method among `methods`."""
         return 1 + list(self.per_source).index(source) if source in self.per_source else 0
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether anything is compared with the policy that the policy stage began with."""
+        return any(method.objective.kl or "reference" in method.asks for method in self.methods)
 
     @property
     def uses_critic(self) -> bool:

@@ -7,11 +7,14 @@ steps and loses none.
 Each line that waits says for whom in `Run`: `claim` for the actors, `publish` for the engines.
 """
 
+import numpy as np
+
 from . import critic, metrics, policy, samples, supervised, value
 from .critic import CriticStep
 from .estimates import Estimate, estimate
 from .packing import Batch, flatten
 from .policy import PolicyStep
+from .reference import Reference, penalise
 from .run import Claim, LearnerConfig, Run
 
 DONE, INTERRUPTED = 0, 3  # exit codes
@@ -43,13 +46,16 @@ class Trainer:
     def train(self) -> bool:
         """The policy stage: one claimed batch a step. Returns whether it is finished (or else was interrupted)."""
         run, settings = self.state, self.state.settings
+        frozen = Reference(run)
         while not self.finished():
             if (claim := run.claim()) is None:
                 return False
             batch = flatten(claim.trajectories)
+            reference = frozen.look(batch)
+            batch = penalise(batch, reference, settings)
             judged = critic.learn(run.critic, batch, settings, settings.critic.updates)
             learned = estimate(batch, judged.values, settings)
-            step = self._learn_policy(batch, learned)
+            step = self._learn_policy(batch, learned, reference)
             run.guard(*judged.updates, *step.updates, batch=claim.trajectories)
             run.finish(claim)
             publish_seconds = run.publish(changed=step.moved)
@@ -63,11 +69,11 @@ class Trainer:
         good = stop.success is not None and known and sum(progress.rewards) / len(progress.rewards) >= stop.success
         return progress.step >= stop.steps or good
 
-    def _learn_policy(self, batch: Batch, learned: Estimate) -> PolicyStep:
+    def _learn_policy(self, batch: Batch, learned: Estimate, reference: np.ndarray | None) -> PolicyStep:
         run, settings = self.state, self.state.settings
         if self._warming_up():
             return policy.watch(run.policy, batch, settings)
-        return policy.improve(run.policy, batch, learned, settings)
+        return policy.improve(run.policy, batch, learned, settings, reference)
 
     def _warming_up(self) -> bool:
         """Whether the critic still learns alone."""

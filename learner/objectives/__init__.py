@@ -11,6 +11,7 @@ temperature of sampling:
     mismatch   mean of old - mu over all actions of the episode
     length     how many these are
     entropy    of the distribution the action was drawn from, with gradient
+    reference  log-probability of the action under the policy that the policy stage began with
 
 Keyword-only arguments are settings. It returns (loss, kept): kept is False where a ratio left its range; the share of
 those is a health sign of the run.

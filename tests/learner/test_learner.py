@@ -167,7 +167,7 @@ def test_groups_teach_a_policy_without_a_critic(voyage: Voyage) -> None:
     voyage.group_up(2)
     voyage.config["learner"] |= {  # type: ignore[operator]
         "value": None, "stop": {"steps": 3}, "advantage": {"name": "rloo"}, "minibatches": 2,
-        "objective": {"name": "gspo", "low": 0.5, "high": 9.0},
+        "objective": {"name": "gspo", "low": 0.5, "high": 9.0, "kl": {"weight": 0.01}},
     }  # fmt: skip
     assert voyage.start().wait(DEADLINE) == 0, voyage.errors()
     records = voyage.metrics()
@@ -176,6 +176,7 @@ def test_groups_teach_a_policy_without_a_critic(voyage: Voyage) -> None:
         assert record["critic_loss"] is record["explained_variance"] is None
         assert record["episodes"] == 2 * BATCH and 0 <= record["zero_variance_groups"] < 1
         assert record["grad_norm"] > 0 and record["masked_share"] < 1
+    assert 0 <= records[0]["reference_kl"] < records[-1]["reference_kl"]
     assert records[-1]["version"] == records[0]["version"] + 2
 
 

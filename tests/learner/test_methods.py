@@ -158,6 +158,20 @@ def test_each_source_has_the_losses_and_gradients_of_its_own_method() -> None:
         assert torch.equal(gradient[own], given["theta"].grad[own])
 
 
+def test_a_penalty_for_leaving_the_reference_is_added_to_the_loss_of_its_own_source() -> None:
+    given = columns()
+    given["reference"] = given["theta"] + torch.randn(SIZE, dtype=torch.float64, generator=torch.manual_seed(0))
+    gap = given["theta"] - given["reference"]
+    plain = losses([method("ppo", "icepop")], given)[0]
+    for estimator, penalty in (("k2", gap**2 / 2), ("k3", torch.exp(-gap) - 1 + gap)):
+        held = method("ppo", "icepop", kl={"weight": 0.3, "estimator": estimator})
+        assert torch.allclose(losses([held], given)[0], plain + 0.3 * penalty)
+    paid = method("ppo", "icepop", kl={"weight": 0.3, "estimator": "k1", "place": "reward"})
+    assert torch.equal(losses([paid], given)[0], plain)
+    with pytest.raises(ValidationError, match="k1 in the loss is zero on average"):
+        method("ppo", kl={"weight": 0.3, "estimator": "k1"})
+
+
 def test_a_method_without_actions_here_takes_no_part() -> None:
     given = {**columns(), "method": torch.zeros(SIZE)}
     alone, mixed = losses([method("dis")], given), losses([method("dis"), method("gspo", "icepop")], given)
