@@ -5,7 +5,7 @@ a bounded amount of memory, whatever the file claims: no length is believed befo
 decompressed than what was asked for.
 
     file  = one zstd stream of frames, the last one with a blob of no bytes
-    frame = xxh3_64 of what follows u64 | blob bytes u64 | outcome bytes u16 | outcome, and then the blob of `pack`
+    frame = xxh3_64 of lengths and outcome u64 | length of the blob u64 | of the outcome u16 | outcome | blob of `pack`
 """
 
 import os

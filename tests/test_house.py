@@ -16,7 +16,8 @@ MAY_KNOW = {
     "deploy": {"actors", "buffer", "envs", "learner"},
 }
 HEAVY = ("torch", "sglang", "megatron", "transformers", "tokenizers")
-FORBIDDEN = {"buffer": HEAVY, "envs": (*HEAVY, "redis")}
+RUNS_WHAT_IT_READS = ("pickle", "marshal", "shelve", "dill", "cloudpickle")
+FORBIDDEN = {"buffer": (*HEAVY, *RUNS_WHAT_IT_READS), "envs": (*HEAVY, "redis")}
 
 
 def imports_of(file: Path) -> set[str]:

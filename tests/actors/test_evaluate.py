@@ -34,7 +34,7 @@ def test_demonstrations_are_what_the_model_would_have_written(engine_config, sta
     )
     process = start("demonstrate", config, "--episodes", "20", "--out", str(tmp_path / "demonstrations"))
     assert process.wait(30) == 0, str(process)
-    trajectories = list(read_archive(tmp_path / "demonstrations"))
+    trajectories = [archived.trajectory for archived in read_archive(tmp_path / "demonstrations")]
     assert [trajectory.task.seed for trajectory in trajectories] == list(range(20))
     chat = Chat(config.model)
     for trajectory in trajectories:
