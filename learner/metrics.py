@@ -7,7 +7,8 @@ numbers, so a decision may rest on them. A number that does not exist (explained
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,20 @@ class Alarm:
     hint: str
 
 
+SPAN = 20  # steps in which entropy and reward are compared: half of them with the half before
+
 # (metric, healthy side of the limit, limit, what it means and what to try)
 LIMITS: list[tuple[str, str, float, str]] = [
     ("masked_share", "<", 0.2, "the policy left the trusted range within a batch's age: lower policy.lr or eta"),
+    (
+        "corrected_share",
+        "<",
+        0.2,
+        "engine and learner disagree on many tokens: lower eta, check temperature, precision",
+    ),
     ("ess", ">", 0.5, "few tokens carry the update: lower eta, or give engine and learner the same precision"),
     ("mismatch_k3", "<", 0.05, "engine and learner disagree on what was sampled: check temperature, precision, eta"),
+    ("entropy_trend", ">", 0.5, "the policy narrows without earning more: lower policy.lr, or add objective.entropy"),
     ("entropy", ">", 0.02, "the policy has all but stopped exploring: lower policy.lr or add objective.entropy"),
     ("explained_variance", ">", -0.1, "the critic is worse than a constant: more value.updates, another critic.lr"),
     ("grad_norm", "<", 20.0, "the gradient is far above its clip: lower policy.lr"),
@@ -100,17 +110,31 @@ def engine_error(batch: Batch, before: np.ndarray, version: int) -> float | None
     return float(largest) if count else None
 
 
-def staleness(batch: Batch, version: int) -> dict[str, float]:
-    """Age in versions of the episodes' oldest sampled tokens (mean, max) and of all sampled tokens (mean)."""
+def staleness(batch: Batch, version: int) -> dict[str, Any]:
+    """Age in versions of the episodes' oldest sampled tokens and of all sampled tokens: moments, and counts by age."""
     oldest = [trajectory.oldest_version for trajectory in batch.trajectories]
-    ages = np.array([version - age for age in oldest if age is not None], np.float64)
-    largest = ranks.highest(np.array([ages.max(initial=0.0)]))[0]
-    by_token = ranks.moments((version - batch.versions).astype(np.float64))[0]
+    ages = np.array([version - age for age in oldest if age is not None], np.int64)
+    by_token = version - batch.versions.astype(np.int64)
+    largest = int(ranks.highest(np.array([max(ages.max(initial=0), by_token.max(initial=0))], np.float64))[0])
     return {
-        "staleness_mean": ranks.moments(ages)[0],
+        "staleness_mean": ranks.moments(ages.astype(np.float64))[0],
         "staleness_max": float(largest),
-        "staleness_token_mean": by_token,
+        "staleness_token_mean": ranks.moments(by_token.astype(np.float64))[0],
+        "staleness_episodes": _counts(ages, largest),
+        "staleness_tokens": _counts(by_token, largest),
     }
+
+
+def narrowing(history: Sequence[tuple[float, float]]) -> float | None:
+    """What the mean entropy of the newer half of `history` is of the older half's; (entropy, reward) of each step.
+
+    None where the reward has risen meanwhile, as a policy that learns to succeed may well narrow, and before there are
+    SPAN steps.
+    """
+    if len(history) < SPAN:
+        return None
+    older, newer = (np.mean(half, axis=0) for half in (history[: SPAN // 2], history[SPAN // 2 :]))
+    return float(newer[0] / older[0]) if newer[1] <= older[1] and older[0] > 0 else None
 
 
 def zero_variance_groups(batch: Batch) -> float | None:
@@ -122,15 +146,37 @@ def zero_variance_groups(batch: Batch) -> float | None:
     return sum(flat) / len(flat) if flat else None
 
 
-def contents(batch: Batch) -> dict[str, float]:
-    """Rewards and sizes of a batch."""
+def contents(batch: Batch) -> dict[str, Any]:
+    """Rewards and sizes of a batch; its tokens by who wrote them (sampled, or the role of the message)."""
     rewards = np.array([trajectory.reward for trajectory in batch.trajectories], np.float64)
     mean, spread = ranks.moments(rewards)
     sizes = np.array([len(rewards), len(batch.tokens), len(batch.actions)], np.float64)
     episodes, tokens, sampled = (int(size) for size in ranks.total(sizes))
+    by_kind: Counter[str] = Counter(sampled=sampled)
+    for role, length in ranks.gather(_unsampled(batch)):
+        by_kind[role] += length
+    by_kind["template"] = tokens - by_kind.total()
     return {
         "reward": mean, "reward_std": spread, "episodes": episodes, "tokens": tokens, "sampled_tokens": sampled,
+        "tokens_by_kind": dict(by_kind),
     }  # fmt: skip
+
+
+def _unsampled(batch: Batch) -> list[tuple[str, int]]:
+    """(role, tokens of it that were not sampled) of this rank's messages, by role."""
+    found: Counter[str] = Counter()
+    for trajectory in batch.trajectories:
+        for trace in trajectory.traces:
+            written = np.concatenate([[0], np.cumsum(~trace.sampled)])
+            for turn in trace.turns:
+                found[turn.role] += int(written[turn.end] - written[turn.start])
+    return [(role, length) for role, length in found.items() if length]
+
+
+def _counts(ages: np.ndarray, largest: int) -> list[int]:
+    """How many of all ranks' `ages` are 0, 1, ... `largest`."""
+    counts = np.bincount(np.maximum(ages, 0), minlength=largest + 1).astype(np.float64)
+    return [int(count) for count in ranks.total(counts)]
 
 
 def _json(value: Any) -> Any:

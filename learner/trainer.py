@@ -7,9 +7,11 @@ steps and loses none.
 Each line that waits says for whom in `Run`: `claim` for the actors, `publish` for the engines.
 """
 
+from collections import deque
+
 import numpy as np
 
-from . import critic, metrics, policy, samples, supervised, value
+from . import critic, metrics, policy, ranks, samples, supervised, value
 from .critic import CriticStep
 from .estimates import Estimate, estimate
 from .packing import Batch, flatten
@@ -25,6 +27,7 @@ class Trainer:
 
     def __init__(self, config: LearnerConfig):
         self.state = Run(config)
+        self._history: deque[tuple[float, float]] = deque(maxlen=metrics.SPAN)  # (entropy, reward) of the newest steps
 
     def run(self) -> int:
         """Trains until the end or a SIGTERM; either way the last checkpoint is durable and committed."""
@@ -91,6 +94,9 @@ class Trainer:
     ) -> None:
         run = self.state
         contents = metrics.contents(batch)
+        if "entropy" in step.diagnostics:
+            self._history.append((step.diagnostics["entropy"], contents["reward"]))
+        return_mean, return_std = ranks.moments(learned.returns.astype(np.float64))
         run.progress.skipped += not step.moved and not self._warming_up()
         run.progress.zero_variance += contents["reward_std"] == 0
         run.record(
@@ -103,9 +109,12 @@ class Trainer:
             critic_loss=judged.updates[0].loss if judged.updates else None,
             critic_grad_norm=judged.updates[0].grad_norm if judged.updates else None,
             explained_variance=critic.explained_variance(batch, judged.values, learned.returns, run.settings),
+            return_mean=return_mean if judged.updates else None,
+            return_std=return_std if judged.updates else None,
             advantage_mean=learned.mean,
             advantage_std=learned.spread,
             zero_variance_groups=metrics.zero_variance_groups(batch),
+            entropy_trend=metrics.narrowing(list(self._history)),
             engine_error=metrics.engine_error(batch, step.before, claim.version),
             **step.diagnostics,
             **metrics.staleness(batch, claim.version),

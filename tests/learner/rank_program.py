@@ -58,7 +58,13 @@ def step(trainees: dict[str, Trainee], archive: Path) -> dict[str, float | None]
     learned = estimate(batch, judged.values, SETTINGS)
     improved = policy.improve(trainees["policy"], batch, learned, SETTINGS)
     mixed = policy.improve(trainees["policy"], batch, estimate(batch, judged.values, MIXED), MIXED)
+    found = {**metrics.contents(batch), **metrics.staleness(batch, 3)}
+    kinds, *ages = (found.pop(name) for name in ("tokens_by_kind", "staleness_episodes", "staleness_tokens"))
     return {
+        **found,
+        **kinds,
+        **{f"age_{place}_{age}": count for place, counts in enumerate(ages) for age, count in enumerate(counts)},
+        "zero_variance_groups": metrics.zero_variance_groups(batch),
         **{f"mixed_loss_{part}": update.loss for part, update in enumerate(mixed.updates)},
         **{f"mixed_norm_{part}": update.grad_norm for part, update in enumerate(mixed.updates)},
         "loss": improved.updates[0].loss,
@@ -68,8 +74,6 @@ def step(trainees: dict[str, Trainee], archive: Path) -> dict[str, float | None]
         "explained_variance": metrics.explained_variance(judged.values[batch.actions], learned.returns),
         "spread": learned.spread,
         **improved.diagnostics,
-        **metrics.contents(batch),
-        **metrics.staleness(batch, 3),
     }
 
 
