@@ -34,7 +34,7 @@ def main() -> None:
             case "evaluate":
                 from . import evaluate
 
-                _run(evaluate.main(config, arguments.source, arguments.episodes, arguments.out))
+                _run(evaluate.main(config, arguments.source, arguments.episodes, arguments.out, arguments.archive))
             case "demonstrate":
                 from . import demonstrate
 
@@ -54,6 +54,7 @@ def _parse() -> argparse.Namespace:
             role.add_argument("--out", type=Path, required=True)
         if name == "evaluate":
             role.add_argument("--source", required=True)
+            role.add_argument("--archive", type=Path)
     return parser.parse_args()
 
 

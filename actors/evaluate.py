@@ -11,7 +11,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from ..buffer import Task, Trajectory, WeightLedger
+from ..buffer import Task, Trajectory, WeightLedger, write_archive
 from ..envs import InfrastructureError, close_shared_pools, make_env
 from .chat import Chat
 from .engine import Engine
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 TRANSCRIPTS = 16  # kept in the report
 
 
-async def evaluate(config: ActorConfig, source: TaskSource, episodes: int) -> dict[str, Any]:
+async def evaluate(config: ActorConfig, source: TaskSource, episodes: int) -> list[tuple[Outcome, Trajectory]]:
     """Plays the first `episodes` seeds of a source with whatever weights the engines serve."""
     chat = Chat(config.model)
     places = asyncio.Semaphore(config.actor.concurrency)
@@ -57,7 +57,7 @@ async def evaluate(config: ActorConfig, source: TaskSource, episodes: int) -> di
                 tasks = [group.create_task(wait_and_play(engine, seed)) for seed in range(episodes)]
     finally:
         await close_shared_pools()
-    return summary([task.result() for task in tasks])
+    return [task.result() for task in tasks]
 
 
 def summary(played: list[tuple[Outcome, Trajectory]]) -> dict[str, Any]:
@@ -107,9 +107,13 @@ def find_source(config: ActorConfig, name: str) -> TaskSource:
     )
 
 
-async def main(config: ActorConfig, source: str, episodes: int, out: Path) -> None:
-    result = await evaluate(config, find_source(config, source), episodes)
+async def main(config: ActorConfig, source: str, episodes: int, out: Path, archive: Path | None = None) -> None:
+    """Writes the summary to `out`, and the trajectories to `archive` if that is asked for."""
+    played = await evaluate(config, find_source(config, source), episodes)
+    result = summary(played)
     out.parent.mkdir(parents=True, exist_ok=True)
+    if archive is not None:
+        write_archive(archive, [trajectory for _, trajectory in played])
     part = out.with_name(f".{out.name}.part")  # whoever finds the result finds all of it
     part.write_text(json.dumps(result))
     part.replace(out)

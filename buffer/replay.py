@@ -510,7 +510,7 @@ def _label(task: Task) -> str:
 
 
 def _distribution(flat: list[str]) -> dict[str, dict[float, int]]:
-    """Of trained attempts: staleness in flight, in the queue and in all -> versions, or seconds below which -> number."""
+    """Staleness of trained attempts in flight, in the queue and in all -> versions, or seconds below which -> number."""
     found: dict[str, dict[float, int]] = {}
     for name, count in zip(flat[0::2], flat[1::2]):
         which, _, bucket = name.partition("|")

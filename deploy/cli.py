@@ -11,14 +11,16 @@ from dataclasses import asdict
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console, Group
 from rich.table import Table
+from tokenizers import Tokenizer
 from typer.core import TyperGroup
 
 from ..buffer import BufferError, Ledger, ReplayBuffer, Story
+from . import doctor
 from .paths import RunPaths
 from .processes import RunFailed, redis_server
 from .recipe import Recipe, RecipeError, describe, load
@@ -36,7 +38,7 @@ app = typer.Typer(
 class _Ledger(TyperGroup):
     """`argosy ledger RECIPE` is `argosy ledger table RECIPE`."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args or args[0] not in (*self.commands, "--help"):
             args = ["table", *args]
         return super().parse_args(ctx, args)
@@ -44,6 +46,8 @@ class _Ledger(TyperGroup):
 
 ledger_app = typer.Typer(cls=_Ledger, help="What became of every attempt of a run, or of one.")
 app.add_typer(ledger_app, name="ledger")
+doctor_app = typer.Typer(no_args_is_help=True, help="Examine a setup before training with it.")
+app.add_typer(doctor_app, name="doctor")
 RecipeName = Annotated[str, typer.Argument(help="A YAML file, or the name of a recipe that comes with Argosy.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings to change, as key.path=value.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -105,10 +109,36 @@ def ledger_show(
     print(json.dumps(asdict(story), indent=2) if as_json else "\n".join(_told(story)))
 
 
-def _train(recipe: Recipe, paths: RunPaths, fresh: bool) -> None:
+@doctor_app.command("mismatch")
+def doctor_mismatch(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    episodes: Annotated[int, typer.Option(help="How many episodes to play.", min=1)] = 64,
+    as_json: AsJson = False,
+) -> None:
+    """Compare engine and learner on real rollouts of the model, and say which correction is needed and why."""
+    _check_installed()
+    logging.basicConfig(level=logging.ERROR)
+    examined, paths = doctor.prepare(*load(recipe, overrides or ()))
+    examination = doctor.Mismatch(examined, paths, episodes)
+    if asyncio.run(examination.run()) == "interrupted":
+        sys.exit(INTERRUPTED)
+    if as_json:
+        print(json.dumps(examination.found, indent=2))
+        return
+    tokenizer = Tokenizer.from_file(str((examined.model.path or paths.model) / "tokenizer.json"))
+    for part in doctor.describe(examination.found, lambda ids: tokenizer.decode(ids, skip_special_tokens=False)):
+        Console().print(part)
+
+
+def _check_installed() -> None:
     missing = [name for name in ENGINE_AND_TRAINER if find_spec(name) is None]
     if missing:
-        raise RunFailed(f"{', '.join(missing)} not installed: training needs what `make install` installs")
+        raise RunFailed(f"{', '.join(missing)} not installed: this needs what `make install` installs")
+
+
+def _train(recipe: Recipe, paths: RunPaths, fresh: bool) -> None:
+    _check_installed()
     try:
         if fresh:
             _forget(recipe, paths)

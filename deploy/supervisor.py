@@ -150,11 +150,15 @@ class Supervisor:
         return name
 
     def _start_learner(self) -> asyncio.Task[None]:
+        return self._keep(self._learner("argosy.learner"))
+
+    def _learner(self, module: str, *arguments: str) -> Process:
+        """The ranks of the learner, running `module`."""
         config = self._config("learner", json.dumps(self.recipe.learner_config(self.paths)))
         ranks = self.recipe.processes.learners
         torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m") if ranks > 1 else ()
         log = self.paths.logs / "learner.log"
-        return self._keep(python("learner", *torchrun, "argosy.learner", config, log=log, may_end=True))
+        return python("learner", *torchrun, module, config, *arguments, log=log, may_end=True)
 
     async def _newest_weights(self) -> None:
         """Waits until the learner has published weights and every engine serves the newest."""

@@ -145,8 +145,8 @@ class Run:
         begun, step = time.monotonic(), self.progress.claimed + 1
         while (ids := self._wait_for_batch(step, begun)) is not None:
             self.progress.manifests[step] = ids
-            trajectories, unreadable = self._read(ranks.shard(ids))
-            unreadable = dict(ranks.gather(unreadable))
+            trajectories, reasons = self._read(ranks.shard(ids))
+            unreadable = dict(ranks.gather(reasons))
             if not unreadable:
                 return Claim(step, trajectories, self.progress.version, time.monotonic() - begun)
             del self.progress.manifests[step]

@@ -108,7 +108,7 @@ def test_the_command_fails_before_anything_starts(tmp_path: Path) -> None:
 
 
 def test_segments_need_single_rollouts_and_a_critic() -> None:
-    with pytest.raises(RecipeError, match="segment_tokens=40 needs .*group_size=1, not 2"):
+    with pytest.raises(RecipeError, match=r"segment_tokens=40 needs .*group_size=1, not 2"):
         load("demo", ["actor.segment_tokens=40", "buffer.group_size=2"])
     with pytest.raises(RecipeError, match="segment_tokens needs a critic"):
         load(
