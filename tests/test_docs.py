@@ -39,7 +39,25 @@ def test_the_recipe_in_the_documents_is_valid(tmp_path: Path) -> None:
     assert "guess:Guess" in ended.stdout
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/environments.md"])
+def test_the_recipe_and_the_objective_about_learning_are_valid(tmp_path: Path) -> None:
+    (objective,), (recipe,) = blocks("docs/learning.md", "python"), blocks("docs/learning.md", "yaml")
+    (tmp_path / "mine.py").write_text(objective)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "both.yaml").write_text(recipe.replace("/models/Qwen3-0.6B", "model"))
+    own = ["learner.objective={name: 'mine:bounded', parameters: {most: 3}}", "learner.correction={}"]
+    for overrides in ([], own):
+        command = [sys.executable, "-m", "argosy.deploy.cli", "config", "both.yaml", *overrides]
+        ended = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": "."}
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert ("mine:bounded" in ended.stdout) == bool(overrides)
+
+
+@pytest.mark.parametrize(
+    "document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/environments.md", "docs/learning.md"]
+)
 def test_links_lead_somewhere(document: str) -> None:
     text = (ROOT / document).read_text()
     for target in re.findall(r"\]\(([^)#]+)\)", text):
