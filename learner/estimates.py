@@ -127,25 +127,15 @@ def _along_episode(share: _Share) -> np.ndarray:
 
 def _against_group(share: _Share) -> np.ndarray:
     """Each distinct attempt of all ranks is compared once: repeated siblings may fill a group up."""
-    batch, settings = share.batch, share.settings
-    spans = list(pairwise(batch.boundaries))
-    turns = [np.zeros(b - a, np.int64) for a, b in spans]
-    # what was taken off its actions' rewards is in the score; without actions there is the outcome alone
-    scores = [
-        [float(batch.rewards[a:b].sum()) if b > a else outcome(trajectory)]
-        for trajectory, (a, b) in zip(batch.trajectories, spans, strict=True)
-    ]
-    if settings.per_turn:
-        begins = np.diff(batch.actions, prepend=-2) > 1  # between two turns, or traces, a position is no action
-        turns = [np.cumsum(begins[a:b]) - 1 for a, b in spans]
-        scores = [np.bincount(turn, batch.rewards[a:b]).tolist() for turn, (a, b) in zip(turns, spans, strict=True)]
-    for trajectory in batch.trajectories:
+    trajectories, settings = share.batch.trajectories, share.settings
+    for trajectory in trajectories:
         if trajectory.status == "segment":
             raise ValueError(
                 f"{trajectory.attempt} is a segment of an episode, and {settings.name} compares whole ones: segments "
                 "need an advantage by the critic"
             )
-    own = [(t.attempt, t.group, scores[index]) for index, t in enumerate(batch.trajectories)]
+    turns, scores = _by_turn(share.batch) if settings.per_turn else _by_episode(share.batch)
+    own = [(t.attempt, t.group, scored) for t, scored in zip(trajectories, scores, strict=True)]
     distinct = sorted({attempt: (attempt, group, scored) for attempt, group, scored in ranks.gather(own)}.values())
     counts = [len(scored) for _, _, scored in distinct]
     _, groups = np.unique([group for _, group, _ in distinct], return_inverse=True)
@@ -154,12 +144,29 @@ def _against_group(share: _Share) -> np.ndarray:
         "groups": np.repeat(groups, counts).astype(np.int64),
         "attempts": np.repeat(np.arange(len(distinct)), counts),
     })  # fmt: skip
-    parts = np.split(found, np.cumsum(counts)[:-1])
-    from_each = {
-        attempt: part[::-1].cumsum()[::-1] for (attempt, _, _), part in zip(distinct, parts, strict=bool(distinct))
+    from_turn_on = {  # an action has a part in all that its turn and the later ones earned
+        attempt: found[end - count : end][::-1].cumsum()[::-1]
+        for (attempt, _, _), count, end in zip(distinct, counts, np.cumsum(counts), strict=True)
     }
-    earned = [from_each[t.attempt][turn] for t, turn in zip(batch.trajectories, turns, strict=True)]
+    earned = [from_turn_on[t.attempt][turn] for t, turn in zip(trajectories, turns, strict=True)]
     return np.concatenate([np.zeros(0), *earned])
+
+
+def _by_episode(batch: Batch) -> tuple[list[np.ndarray], list[list[float]]]:
+    """By episode: (the turn of each action, what each turn earned), with the whole episode as its one turn."""
+    turns, scores = [], []
+    for trajectory, (a, b) in zip(batch.trajectories, pairwise(batch.boundaries), strict=True):
+        turns.append(np.zeros(b - a, np.int64))
+        scores.append([float(batch.rewards[a:b].sum()) if b > a else outcome(trajectory)])
+    return turns, scores
+
+
+def _by_turn(batch: Batch) -> tuple[list[np.ndarray], list[list[float]]]:
+    """By episode: (the turn of each action, what each turn earned)."""
+    begins = np.diff(batch.actions, prepend=-2) > 1  # between two turns, or traces, a position is no action
+    turns = [np.cumsum(begins[a:b]) - 1 for a, b in pairwise(batch.boundaries)]
+    spans = zip(turns, pairwise(batch.boundaries), strict=True)
+    return turns, [np.bincount(turn, batch.rewards[a:b]).tolist() for turn, (a, b) in spans]
 
 
 def _call(settings: AdvantageSettings, given: dict[str, np.ndarray]) -> np.ndarray:

@@ -111,6 +111,8 @@ class AdvantageSettings(_Settings):
         check("advantage", self.name, self.function, given, self.parameters)
         if self.name != "gae" and self.lambda_policy is not None:
             raise ValueError(f"lambda_policy is for gae, not {self.name}")
+        if not self.by_critic and (self.gamma, self.lambda_critic, self.bootstrap_truncated) != (1.0, 1.0, False):
+            raise ValueError(f"{self.name} has no critic that gamma, lambda_critic or bootstrap_truncated are for")
         if self.per_turn and not self.by_group:
             raise ValueError(f"per_turn is for advantages against the group; {self.name} takes rewards where they fall")
         return self

@@ -109,6 +109,7 @@ def test_the_engine_is_not_corrected_for_twice(objective: str, correction: str) 
     ({"objective": {"name": "gspo"}}, "one advantage for a whole episode"),
     ({"objective": {"name": "gspo"}, "advantage": {"name": "grpo", "per_turn": True}}, "one advantage for a whole"),
     ({"advantage": {"name": "grpo", "lambda_policy": 0.9}}, "lambda_policy is for gae"),
+    ({"advantage": {"name": "rloo", "gamma": 0.9}}, "rloo has no critic that gamma"),
     ({"advantage": {"per_turn": True}}, "per_turn is for advantages against the group"),
     ({"correction": {"high": 2.0}}, "correction is off"),
     ({"correction": {"name": "tis", "low": 0.5}}, "'tis' has no setting low; it has high"),
