@@ -104,7 +104,7 @@ class Trainer:
             wait_seconds=claim.wait_seconds,
             publish_seconds=publish_seconds,
             version=run.progress.version,
-            loss=step.updates[-1].loss if step.updates else None,
+            loss=float(np.mean([update.loss for update in step.updates])) if step.updates else None,
             grad_norm=max((update.grad_norm for update in step.updates), default=None),
             critic_loss=judged.updates[0].loss if judged.updates else None,
             critic_grad_norm=judged.updates[0].grad_norm if judged.updates else None,
