@@ -19,6 +19,7 @@ from ..learner.settings import LearnerSettings
 from .paths import RunPaths
 
 RECIPES = Path(__file__).parent / "recipes"
+PRESETS = Path(__file__).parent / "presets"
 
 
 class RecipeError(ValueError):
@@ -72,6 +73,8 @@ class Processes(Part):
 
 
 class Recipe(Part):
+    """Beside these, `preset` may name a published combination of settings (deploy/presets) to go on from."""
+
     name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
     """Name of the run; its files are in runs/<name>."""
     model: ModelSettings
@@ -141,6 +144,8 @@ def load(recipe: str, overrides: Sequence[str] = (), runs: Path = Path("runs")) 
     data = _read(path)
     for override in overrides:
         _apply(data, override)
+    if (preset := data.pop("preset", None)) is not None:
+        data = _over(_preset(preset, path), data)
     name = data.get("name", path.stem)
     paths = RunPaths((runs / str(name)).resolve())
     for part, key, value in (
@@ -187,6 +192,26 @@ def _find(recipe: str) -> Path:
             return path
     known = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
     raise RecipeError(f"no recipe {recipe!r}: give the path of a YAML file, or one of {known}")
+
+
+def _preset(name: Any, path: Path) -> dict[str, Any]:
+    known = {file.stem: file for file in sorted(PRESETS.glob("*.yaml"))}
+    if name not in known:
+        raise RecipeError(f"{path}: no preset {name!r}: there are {', '.join(known)}")
+    return _read(known[name])
+
+
+def _over(base: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    """`base`, except for what `data` says; a part that names another function takes nothing from the base's."""
+    merged = dict(base)
+    for key, value in data.items():
+        below = base.get(key)
+        together = isinstance(value, dict) and isinstance(below, dict)
+        if together and value.get("name", below.get("name")) == below.get("name"):
+            merged[key] = _over(below, value)
+        else:
+            merged[key] = value
+    return merged
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -254,7 +279,7 @@ def _explain(error: ValidationError, data: Mapping[str, Any]) -> Iterator[str]:
     for problem in error.errors():
         where = ".".join(map(str, problem["loc"]))
         if problem["type"] == "extra_forbidden":
-            known = list(_fields_at(Recipe, problem["loc"][:-1]))
+            known = [*_fields_at(Recipe, problem["loc"][:-1]), *["preset"] * (len(problem["loc"]) == 1)]
             near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"the keys here are {', '.join(known)}"
             yield f"unknown key {where!r}: {hint}"

@@ -40,7 +40,7 @@ def test_the_recipe_in_the_documents_is_valid(tmp_path: Path) -> None:
 
 
 def test_the_recipe_and_the_objective_about_learning_are_valid(tmp_path: Path) -> None:
-    (objective,), (recipe,) = blocks("docs/learning.md", "python"), blocks("docs/learning.md", "yaml")
+    (objective,), (recipe,) = blocks("docs/algorithms.md", "python"), blocks("docs/algorithms.md", "yaml")
     (tmp_path / "mine.py").write_text(objective)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
@@ -56,7 +56,7 @@ def test_the_recipe_and_the_objective_about_learning_are_valid(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/environments.md", "docs/learning.md"]
+    "document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/environments.md", "docs/algorithms.md"]
 )
 def test_links_lead_somewhere(document: str) -> None:
     text = (ROOT / document).read_text()

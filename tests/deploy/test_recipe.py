@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from argosy.deploy.recipe import RECIPES, Recipe, RecipeError, describe, load
+from argosy.deploy.recipe import PRESETS, RECIPES, Recipe, RecipeError, describe, load
 
 MISTAKES = {
     "buffer.batchsize=3": "unknown key 'buffer.batchsize': did you mean 'batch_size'?",
@@ -116,3 +116,23 @@ def test_segments_need_single_rollouts_and_a_critic() -> None:
             ["actor.segment_tokens=40", "buffer.group_size=2", "learner.advantage={name: grpo}", "learner.value=null"],
         )
     load("demo", ["actor.segment_tokens=40"])
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.yaml")))
+def test_a_preset_is_what_a_recipe_goes_on_from(preset: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        f"preset: {preset}\nname: mine\nmodel: {{path: {tmp_path}}}\ntasks: [{{name: a, env: argosy/repair}}]\n"
+        "buffer: {batch_size: 8}\nlearner: {stop: {steps: 3}, policy: {beta1: 0.5}}\n"
+    )
+    checked, _ = load(str(recipe))
+    assert (checked.learner.policy.lr, checked.learner.policy.beta1, checked.buffer.batch_size) == (1e-6, 0.5, 8)
+    assert (checked.buffer.group_size == 1) == checked.learner.uses_critic == (preset == "sao")
+    other, _ = load(str(recipe), ["learner.objective={name: cispo}"])
+    assert other.learner.objective.low is None
+
+
+def test_a_preset_that_does_not_exist_is_said() -> None:
+    with pytest.raises(RecipeError, match="no preset 'sap': there are dapo, glm5, gspo, sao"):
+        load("demo", ["preset=sap"])
