@@ -25,7 +25,8 @@ import zstandard
 from numpy.typing import NDArray
 
 from .errors import CorruptBlob, InvalidTrajectory, MalformedBlob, NewerSchema, TruncatedBlob
-from .trajectory import SCHEMA, Task, Trace, Trajectory, Turn
+from .memory import Memory
+from .trajectory import NOT_SAMPLED, SCHEMA, Task, Trace, Trajectory, Turns
 
 MAX_BYTES = 1 << 30
 HEADER_BYTES = 40
@@ -41,6 +42,7 @@ _COMPRESSED = 1
 _INT, _FLOAT, _DOUBLE, _WORD, _HALF = map(np.dtype, ("<i4", "<f4", "<f8", "<u4", "<u2"))
 
 T = TypeVar("T")
+Buffer = bytes | memoryview
 
 
 def pack(trajectory: Trajectory, compress: bool = False) -> bytes:
@@ -69,22 +71,22 @@ def pack(trajectory: Trajectory, compress: bool = False) -> bytes:
     return b"".join([_header(SCHEMA, 0, plain, size, size, columns_size), *plain])
 
 
-def unpack(blob: bytes) -> Trajectory:
-    """The trajectory in these bytes, or a CodecError that says what is wrong with them."""
+def unpack(blob: Buffer, memory: Memory | None = None) -> Trajectory:
+    """The trajectory in these bytes, or a CodecError that says what is wrong with them. Its arrays lie in `memory`."""
     stored, flags, size, columns_size = _open(memoryview(blob))
     if flags & _COMPRESSED:
         columns, rest = _decompress(stored, size, columns_size)
     else:
         columns, rest = np.frombuffer(stored[:columns_size], np.uint8), stored[columns_size:]
     try:
-        return _from_map(_parse(rest), _Columns(columns))
+        return _from_map(_parse(rest), _Columns(columns), memory or Memory())
     except MalformedBlob:
         raise
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
         raise MalformedBlob(f"the content is not a trajectory: {error!r}") from error
 
 
-def check(blob: bytes) -> None:
+def check(blob: Buffer) -> None:
     """Raise the CodecError that the header or the checksum deserves; the content is not parsed."""
     _open(memoryview(blob))
 
@@ -190,15 +192,22 @@ def _split(trace: Trace) -> tuple[dict[str, Any], list[Any]]:
 
 def _to_runs(values: NDArray[np.int32]) -> NDArray[np.int32]:
     """Pairs (value, count): versions change a few times in a trace, not at every token."""
-    starts = np.concatenate([[0], np.flatnonzero(values[1:] != values[:-1]) + 1])
-    return np.stack([values[starts], np.diff(starts, append=len(values))], axis=1).astype(_INT)
+    changes = np.flatnonzero(values[1:] != values[:-1])
+    runs = np.empty((len(changes) + 1, 2), _INT)
+    runs[:-1, 0], runs[-1, 0] = values[changes], values[-1]
+    runs[0, 1] = runs[-1, 1] = len(values)
+    if len(changes):
+        runs[0, 1] = changes[0] + 1
+        runs[1:-1, 1] = changes[1:] - changes[:-1]
+        runs[-1, 1] = len(values) - 1 - changes[-1]
+    return runs
 
 
-def _from_map(content: Any, columns: "_Columns") -> Trajectory:
+def _from_map(content: Any, columns: "_Columns", memory: Memory) -> Trajectory:
     fields = _Fields(content, "trajectory")
     task_id, source, seed = fields.items("task", str, str, int)
     group, group_size, group_index = fields.items("group", str, int, int)
-    traces = [_join(trace, columns) for trace in fields.take("traces", list)]
+    traces = [_join(trace, columns, memory) for trace in fields.take("traces", list)]
     columns.end()
     return Trajectory(
         id=fields.take("id", str),
@@ -220,40 +229,46 @@ def _from_map(content: Any, columns: "_Columns") -> Trajectory:
     )
 
 
-def _join(others: Any, columns: "_Columns") -> Trace:
+def _join(others: Any, columns: "_Columns", memory: Memory) -> Trace:
     fields = _Fields(others, "trace")
     n_tokens, n_sampled, n_runs, n_turns, n_rewards = fields.items("sizes", int, int, int, int, int)
     voices = [_checked(voice, "voice", str, str | None) for voice in fields.take("voices", list)]
     tokens, sampled_logprobs = columns.take(_INT, n_tokens), columns.take(_FLOAT, n_sampled)
-    versions = _from_runs(columns.take(_INT, 2 * n_runs), n_tokens)
-    starts, ends, said_by = (columns.take(_INT, n_turns).tolist() for _ in range(3))
-    seconds = columns.take(_DOUBLE, n_turns).tolist()
+    versions = _from_runs(columns.take(_INT, 2 * n_runs), n_tokens, memory)
+    starts, ends, said_by = (columns.take(_INT, n_turns) for _ in range(3))
+    seconds = columns.take(_DOUBLE, n_turns)
     positions, values = columns.take(_INT, n_rewards).tolist(), columns.take(_DOUBLE, n_rewards).tolist()
-    sampled = versions >= 0
+    sampled = np.greater_equal(versions, 0, out=memory.take(n_tokens, np.bool_))
     if np.count_nonzero(sampled) != n_sampled:
         raise MalformedBlob(f"{n_sampled} log-probabilities for {np.count_nonzero(sampled)} sampled tokens")
-    logprobs = np.zeros(n_tokens, np.float32)
+    logprobs = memory.take(n_tokens, np.float32)
+    logprobs.fill(0)
     logprobs[sampled] = sampled_logprobs
-    if said_by and not 0 <= min(said_by) <= max(said_by) < len(voices):
-        raise MalformedBlob(f"turns of voices {min(said_by)} to {max(said_by)}; there are {len(voices)}")
-    roles, tools = zip(*map(voices.__getitem__, said_by)) if said_by else ((), ())
-    return Trace(
+    if np.count_nonzero(np.isfinite(sampled_logprobs)) < n_sampled:
+        raise MalformedBlob("a log-probability is not finite")
+    if n_turns and said_by.view(np.uint32).max() >= len(voices):
+        raise MalformedBlob(f"turns of voices {said_by.min()} to {said_by.max()}; there are {len(voices)}")
+    return Trace.of_columns(
         tokens=tokens,
         sampled=sampled,
         logprobs=logprobs,
         versions=versions,
         rewards=list(zip(positions, values)),
-        turns=list(map(Turn._make, zip(starts, ends, roles, tools, seconds))),
-        parent=fields.take("parent", int | None),  # type: ignore[arg-type]
+        turns=Turns(starts, ends, said_by, voices, seconds),
+        parent=fields.take("parent", int | None),
         kind=fields.take("kind", str),
     )
 
 
-def _from_runs(runs: NDArray[np.int32], length: int) -> NDArray[np.int32]:
+def _from_runs(runs: NDArray[np.int32], length: int, memory: Memory) -> NDArray[np.int32]:
     values, counts = runs[0::2], runs[1::2].astype(np.int64)
-    if (counts <= 0).any() or counts.sum() != length:
+    if np.count_nonzero(counts <= 0) or counts.sum() != length:
         raise MalformedBlob(f"version runs do not add up to {length} tokens")
-    return np.repeat(values, counts)
+    if np.count_nonzero(values < NOT_SAMPLED):
+        raise MalformedBlob(f"a version is below {NOT_SAMPLED}")
+    versions = memory.take(length, np.int32)
+    versions[:] = np.repeat(values, counts)
+    return versions
 
 
 class _Columns:
@@ -281,16 +296,18 @@ class _Fields:
         self._content, self._what = _typed(content, dict, what), what
 
     def take(self, name: str, kind: type[T]) -> T:
-        if name not in self._content:
-            raise MalformedBlob(f"{self._what} without {name}")
-        return _typed(self._content[name], kind, name)
+        try:
+            value = self._content[name]
+        except KeyError:
+            raise MalformedBlob(f"{self._what} without {name}") from None
+        return value if type(value) is kind else _typed(value, kind, name)
 
     def items(self, name: str, *kinds: Any) -> tuple[Any, ...]:
         return _checked(self.take(name, list), name, *kinds)
 
 
 def _typed(value: Any, kind: Any, what: str) -> Any:
-    if not isinstance(value, kind) or isinstance(value, bool):
+    if type(value) is not kind and (not isinstance(value, kind) or isinstance(value, bool)):
         raise MalformedBlob(f"{what} is {type(value).__name__}, not {getattr(kind, '__name__', kind)}")
     return value
 
@@ -298,7 +315,7 @@ def _typed(value: Any, kind: Any, what: str) -> Any:
 def _checked(values: Any, what: str, *kinds: Any) -> tuple[Any, ...]:
     if len(_typed(values, list, what)) != len(kinds):
         raise MalformedBlob(f"{what} has {len(values)} items, not {len(kinds)}")
-    return tuple(_typed(value, kind, what) for value, kind in zip(values, kinds))
+    return tuple([_typed(value, kind, what) for value, kind in zip(values, kinds)])
 
 
 def _numbers(content: dict[Any, Any]) -> dict[str, float]:

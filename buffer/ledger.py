@@ -108,8 +108,13 @@ def outcome(history: str) -> str:
     letter, argument, _ = letters[-1]
     if letter[0] == "d":
         return f"dropped:{_REASONS[letter[1]]}"
-    step = argument or next((what.partition(".")[0] for kind, what, _ in reversed(letters) if kind == "c"), "")
-    return f"trained:{step}" if step else "trained"
+    claims: list[str] = []
+    for kind, what, _ in letters:
+        if kind == "c":
+            claims.append(what.partition(".")[0])
+        elif kind in "bm":  # of a claim that was undone
+            claims.pop()
+    return f"trained:{argument or claims[-1]}"
 
 
 def _balance(row: Counter[str]) -> Balance:

@@ -19,10 +19,11 @@ Redis must run with an append-only file and without eviction.
 
 import json
 import logging
+import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
@@ -36,21 +37,27 @@ from .codec import check, pack, unpack
 from .connection import Connection
 from .errors import CodecError, RunTaken, StepCommitted, Unreadable, UnsafeRedis
 from .ledger import Ledger, Story, outcome, to_ledger, to_story
+from .memory import Memory
 from .selection import Candidate, load_weight, sample
 from .settings import BufferSettings
 from .trajectory import Task, Trajectory
 
 log = logging.getLogger(__name__)
 
-LIFE_CYCLE = ("attempts", "groups", "admission", "work", "learning", "questions", "call")  # one script, in this order
+# Of life_cycle/: each subject is a script of its own, with what all share. Redis makes a script's functions anew at each
+# call, which for one script of all subjects would be a third of the time.
+SUBJECTS = ("admission", "work", "arrival", "learning", "questions")
 READ_TOGETHER = 64  # payloads in one MGET...
-READ_BYTES = 4 << 20  # ...and no more than this: pipelining helps small payloads and hinders large ones
+READ_BYTES = 1 << 20  # ...and no more than this: pipelining helps small payloads and hinders large ones
+TOKEN_BYTES, SLACK_BYTES = 9, 512  # of the arrays that unpack makes beside the payload
 FORGET_TOGETHER = 1000  # keys in one UNLINK
 ARCHIVE_TOGETHER = 256  # payloads in one file
 UNCOUNTED_SECONDS = 3600  # a payload whose worker died between sending it and having it counted
 PARTIAL_SECONDS = 24 * 3600
 NOTHING_SAMPLED = 1 << 40
 PRESSED = 0.9  # of maxmemory: time to free what can be freed
+
+SetCommand = tuple[str, bytes, tuple[Any, ...]]  # a name, its new value, and options of Redis' SET
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +93,13 @@ class ReplayBuffer:
     def __init__(self, settings: BufferSettings, on_restart: Callable[[], None] = lambda: None) -> None:
         self._settings = settings
         self._connection = Connection(settings, on_restart)
-        folder = files(__package__).joinpath("life_cycle")
-        self._script = self._connection.script("".join(folder.joinpath(f"{x}.lua").read_text() for x in LIFE_CYCLE))
         self._prefix = f"{{{settings.run}}}:"
-        self._rules = json.dumps(
-            {
-                "eta": settings.eta,
-                "batch_size": settings.batch_size,
-                "lease_ms": int(settings.lease_seconds * 1000),
-                "max_tries": settings.max_tries,
-                "max_uses": settings.max_uses,
-                "replace": settings.group_failures == "replace",
-                "cancel": settings.too_old == "cancel",
-                "archive": settings.archive,
-            }
-        )
+        self._scripts: dict[str, Callable[..., Any]] = {}  # by transition
+        for subject in SUBJECTS:
+            source = _rules(settings) + "".join(map(_lua, ("attempts", "groups", subject, "call")))
+            script = self._connection.script(source.replace("{run}:", self._prefix))
+            transitions = re.findall(r"^function transitions\.(\w+)", _lua(subject), re.MULTILINE)
+            self._scripts |= dict.fromkeys(transitions, script)
         self._weight = load_weight(settings.order)
         self._heard = "0-0"
 
@@ -182,7 +181,7 @@ class ReplayBuffer:
         ]
         return [self._resumed(lease, next(partials)) if row[6] else lease for lease, row in zip(leases, rows)]
 
-    def _resumed(self, lease: Lease, blob: bytes | None) -> Lease:
+    def _resumed(self, lease: Lease, blob: memoryview | None) -> Lease:
         try:
             return replace(lease, partial=unpack(blob)) if blob is not None else lease
         except CodecError as error:
@@ -290,8 +289,9 @@ class ReplayBuffer:
         """The trajectories of these attempts, in this order. Unreadable names those whose payload is missing or
         corrupt: `withdraw` them, and claim the step again."""
         wanted = list(dict.fromkeys(ids))
-        flat = self._run("payloads", json.dumps(wanted))
-        blobs = self._blobs([(name.decode(), size) for name, size in zip(flat[0::2], flat[1::2])])
+        payloads = [(name.decode(), size, tokens) for name, size, tokens in self._run("payloads", json.dumps(wanted))]
+        memory = Memory(sum(size + TOKEN_BYTES * tokens + SLACK_BYTES for _, size, tokens in payloads))
+        blobs = self._blobs([(name, size) for name, size, _ in payloads], memory)
         found: dict[str, Trajectory] = {}
         unreadable: dict[str, str] = {}
         for attempt, blob in zip(wanted, blobs):
@@ -299,7 +299,7 @@ class ReplayBuffer:
                 if blob is None:
                     unreadable[attempt] = "missing"
                 else:
-                    found[attempt] = unpack(blob)
+                    found[attempt] = unpack(blob, memory)
             except CodecError as error:
                 unreadable[attempt] = f"{type(error).__name__}: {error}"
         if unreadable:
@@ -321,17 +321,18 @@ class ReplayBuffer:
         while self._run("commit", step):
             pass
 
-    def rewind(self, step: int, recently_trained: list[str]) -> int:
+    def rewind(self, step: int, recently_trained: Mapping[int, list[str]]) -> int:
         """A learner starts from the checkpoint of `step` (0: none): what was claimed later is ready again.
 
-        `recently_trained` are the attempts that the checkpoint's last two intervals trained. Redis may have forgotten
-        that they were claimed. Publish the checkpoint's weights under a `next_version` afterwards.
+        `recently_trained` are the manifests of the checkpoint's last two intervals. Redis may have forgotten them. Publish the checkpoint's weights under a `next_version` afterwards.
         """
         self._drop_torn_transaction()
         self.commit(step)
         return self._run("rewind", step, json.dumps(recently_trained))
 
-    def reconcile(self, manifests: dict[int, list[str]], recently_trained: list[str], version: int) -> None:
+    def reconcile(
+        self, manifests: Mapping[int, list[str]], recently_trained: Mapping[int, list[str]], version: int
+    ) -> None:
         """Redis was restarted under a living learner: tell it what it may have forgotten.
 
         `manifests` are all steps claimed and not yet committed, the one being read included; `recently_trained` as in
@@ -362,11 +363,12 @@ class ReplayBuffer:
             entries = [row.decode().split("|", 2) for row in rows]
             blobs = self._blobs([(payload, 0) for _, _, payload in entries])
             kept = []
-            for (attempt, became, _), blob in zip(entries, blobs):
+            for (attempt, became, _), value in zip(entries, blobs):
+                blob = bytes(value or b"")
                 try:
-                    check(blob or b"")
+                    check(blob)
                     state = self.state(attempt) if became == "trained" else became
-                    kept.append((blob or b"", state or became))
+                    kept.append((blob, state or became))
                 except CodecError as error:
                     log.error("attempt %s (%s) is not archived: %s", attempt, became, error)
             folder.mkdir(parents=True, exist_ok=True)
@@ -394,7 +396,8 @@ class ReplayBuffer:
     def aside(self) -> dict[str, bytes | None]:
         """The newest attempts that were poisoned or rejected, with the payload or partial they left (for a week)."""
         rows = [row.partition("|") for row in json.loads(self._run("stats"))["aside"]]
-        return dict(zip([row[0] for row in rows], self._blobs([(row[2], 0) for row in rows])))
+        blobs = self._blobs([(row[2], 0) for row in rows])
+        return {row[0]: None if blob is None else bytes(blob) for row, blob in zip(rows, blobs)}
 
     def pressed(self) -> bool:
         """Whether Redis is so full that what a checkpoint frees is needed now."""
@@ -439,40 +442,63 @@ class ReplayBuffer:
     def _run(self, transition: str, *args: Any) -> Any:
         return self._send([], transition, *args)
 
-    def _send(self, blobs: list[tuple[str, bytes, dict[str, Any]]], transition: str, *args: Any) -> Any:
+    def _send(self, blobs: list[SetCommand], transition: str, *args: Any) -> Any:
         """The transition, and in the same breath before it the blobs that it counts."""
         connection = self._connection
-        return self._script(
-            transition, [self._prefix], lambda: [transition, self._rules, connection.run_id, *args], blobs
+        return self._scripts[transition](
+            transition,
+            [self._prefix],
+            lambda: [transition, connection.run_id, *args],
+            [("SET", name, blob, *options) for name, blob, options in blobs],
         )
 
-    def _bring(self, blobs: list[tuple[str, bytes, dict[str, Any]]], transition: str, *args: Any) -> Any:
+    def _bring(self, blobs: list[SetCommand], transition: str, *args: Any) -> Any:
         while True:
             answer = self._send(blobs, transition, *args).decode()
             if answer != "resend":  # Redis came back without the payload
                 return answer
 
-    def _payload(self, lease: Lease, trajectory: Trajectory) -> tuple[str, bytes, dict[str, Any]]:
-        # nx: not over an older copy, which may already count and must not begin to expire
+    def _payload(self, lease: Lease, trajectory: Trajectory) -> SetCommand:
+        # NX: not over an older copy, which may already count and must not begin to expire
         name = f"{self._prefix}payload:{lease.attempt}:{lease.token}"
-        return name, pack(trajectory, self._settings.compresses), {"ex": UNCOUNTED_SECONDS, "nx": True}
+        return name, pack(trajectory, self._settings.compresses), ("EX", UNCOUNTED_SECONDS, "NX")
 
-    def _partial(self, lease: Lease, trajectory: Trajectory) -> tuple[str, bytes, dict[str, Any]]:
-        name = f"{self._prefix}partial:{lease.attempt}:{lease.token}"
-        return name, pack(trajectory, self._settings.compresses), {"ex": PARTIAL_SECONDS}
+    def _partial(self, lease: Lease, trajectory: Trajectory) -> SetCommand:
+        # a name of its own each time: what a lost lease sends must not replace what its successor goes on from
+        name = f"{self._prefix}partial:{lease.attempt}:{uuid.uuid4().hex}"
+        return name, pack(trajectory, self._settings.compresses), ("EX", PARTIAL_SECONDS)
 
-    def _blobs(self, wanted: list[tuple[str, int]]) -> list[bytes | None]:
-        """The values of these (name, bytes); None for a name that is gone or empty."""
-        blobs: list[bytes | None] = []
+    def _blobs(self, wanted: Sequence[tuple[str, int]], memory: Memory | None = None) -> list[memoryview | None]:
+        """The values of these (name, bytes), in `memory`; None for a name that is gone."""
+        blobs: list[memoryview | None] = []
         some: list[str] = []
         size = 0
         for i, (name, bytes_) in enumerate(wanted, 1):
             some.append(name)
             size += bytes_
             if len(some) == READ_TOGETHER or size >= READ_BYTES or i == len(wanted):
-                blobs += self._connection.call("get", lambda r, some=some: r.mget(some))  # type: ignore[misc]
+                blobs += self._connection.values("get", some, memory or Memory())
                 some, size = [], 0
         return blobs
+
+
+def _rules(settings: BufferSettings) -> str:
+    """What the life cycle needs of the settings, as a table of Lua."""
+    rules = {
+        "eta": settings.eta,
+        "batch_size": settings.batch_size,
+        "lease_ms": int(settings.lease_seconds * 1000),
+        "max_tries": settings.max_tries,
+        "max_uses": settings.max_uses,
+        "replace": settings.group_failures == "replace",
+        "cancel": settings.too_old == "cancel",
+        "archive": settings.archive,
+    }
+    return "local rules = { " + ", ".join(f"{name} = {json.dumps(value)}" for name, value in rules.items()) + " } "
+
+
+def _lua(name: str) -> str:
+    return files(__package__).joinpath("life_cycle", f"{name}.lua").read_text()
 
 
 def _sampled(trajectory: Trajectory) -> int:

@@ -6,6 +6,7 @@ reader checks again.
 """
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -45,6 +46,49 @@ class Turn(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class Turns(Sequence[Turn]):
+    """Turns as columns, made one by one when they are asked for.
+
+    A batch of long episodes has tens of thousands; as objects that stay they would cost the garbage collector more time
+    than everything else takes that is done to read the batch.
+    """
+
+    starts: NDArray[np.int32]
+    ends: NDArray[np.int32]
+    said_by: NDArray[np.int32]
+    """Indices into `voices`."""
+    voices: list[tuple[str, str | None]]
+    """Roles and tools."""
+    seconds: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return Turns(self.starts[index], self.ends[index], self.said_by[index], self.voices, self.seconds[index])
+        voice = self.voices[self.said_by[index]]
+        return Turn(int(self.starts[index]), int(self.ends[index]), *voice, float(self.seconds[index]))
+
+    def __iter__(self) -> Iterator[Turn]:
+        roles, tools = ([voice[i] for voice in self.voices] for i in range(2))
+        said_by = self.said_by.tolist()
+        columns = (self.starts.tolist(), self.ends.tolist(), map(roles.__getitem__, said_by))
+        return map(Turn, *columns, map(tools.__getitem__, said_by), self.seconds.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    def lie_within(self, length: int) -> bool:
+        """Whether they follow one another in the first `length` tokens."""
+        starts, ends = self.starts, self.ends
+        if not len(starts):
+            return True
+        backwards = np.count_nonzero(ends < starts) + np.count_nonzero(starts[1:] < ends[:-1])
+        return bool(starts[0] >= 0 and ends[-1] <= length and not backwards)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Trace:
     """One context window, token by token; a compaction or a sub-agent starts another, `parent` and `kind` say which.
 
@@ -59,7 +103,7 @@ class Trace:
     """The weights that sampled each token; -1 where not sampled."""
     rewards: list[tuple[int, float]] = field(default_factory=list)
     """(position, value): earned by the action that ends at this token."""
-    turns: list[Turn] = field(default_factory=list)
+    turns: Sequence[Turn] = field(default_factory=list)
     parent: int | None = None
     kind: str = "main"
 
@@ -67,18 +111,35 @@ class Trace:
         for name, dtype in _COLUMNS.items():
             object.__setattr__(self, name, np.ascontiguousarray(getattr(self, name), dtype))
         length = len(self.tokens)
-        shapes = {name: getattr(self, name).shape for name in _COLUMNS}
-        if set(shapes.values()) != {(length,)} or not length:
-            raise InvalidTrajectory(f"a trace needs columns of one length above 0: {shapes}")
-        if int(self.tokens.min()) < 0:
-            raise InvalidTrajectory("a token id is negative")
+        shapes = [getattr(self, name).shape for name in _COLUMNS]
+        if shapes != [(length,)] * len(_COLUMNS) or not length:
+            raise InvalidTrajectory(f"a trace needs columns of one length above 0: {dict(zip(_COLUMNS, shapes))}")
         if int(self.versions.min()) < NOT_SAMPLED or ((self.versions >= 0) != self.sampled).any():
             raise InvalidTrajectory("a token has a version if and only if it was sampled, else -1")
         if not np.isfinite(self.logprobs).all() or ((self.logprobs != 0) > self.sampled).any():
             raise InvalidTrajectory("log-probabilities must be finite, and 0 where nothing was sampled")
+        self._check_the_rest()
+
+    @classmethod
+    def of_columns(cls, **fields: Any) -> "Trace":
+        """A trace whose columns have the right types, are of one length and agree about what was sampled: the caller
+        made them so, and here that is not compared again."""
+        trace: Trace = object.__new__(cls)
+        for name, value in fields.items():
+            object.__setattr__(trace, name, value)
+        trace._check_the_rest()
+        return trace
+
+    def _check_the_rest(self) -> None:
+        length = len(self.tokens)
+        # count_nonzero is the fastest way to ask whether anything is true
+        if not length or np.count_nonzero(self.tokens < 0):
+            raise InvalidTrajectory("a token id is negative, or there is no token")
         for position, value in self.rewards:
             if not (0 <= position < length and math.isfinite(value)):
                 raise InvalidTrajectory(f"reward {value} at position {position} of {length} tokens")
+        if isinstance(self.turns, Turns) and self.turns.lie_within(length):
+            return
         end = 0
         for turn in self.turns:
             if not end <= turn.start <= turn.end <= length:

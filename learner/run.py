@@ -281,11 +281,10 @@ class Run:
             self.progress = Progress.restore(checkpoint.load(folder, self._trainees()))
             log.info("resumed from %s: %s step %d", folder, self.progress.stage, self.progress.step)
         if ranks.is_first():
-            trained = [attempt for ids in self.progress.manifests.values() for attempt in ids]
-            self.buffer.rewind(self.progress.claimed, trained)
+            self.buffer.rewind(self.progress.claimed, self.progress.manifests)
         if self.progress.stage in ("value", "policy"):
             self.publish()
 
     def _reconcile(self) -> None:
-        trained = [attempt for ids in self.progress.ids(committed=True).values() for attempt in ids]
-        self.buffer.reconcile(self.progress.ids(committed=False), trained, self.progress.version)
+        progress = self.progress
+        self.buffer.reconcile(progress.ids(committed=False), progress.ids(committed=True), progress.version)

@@ -1,7 +1,5 @@
 -- Admission: -> queued
 
-local transitions = {}
-
 function transitions.next_index() return { control('next_index'), room() } end
 
 -- `index` must be the next one, so that two workers cannot create the same task and none is skipped. -1: ask again.
@@ -20,7 +18,7 @@ function transitions.create(index, size, tasks)
     for _, member in ipairs(members) do create(group .. '/' .. member, group) end
   end
   if wanted > 0 then
-    redis.call('HINCRBY', key.control, 'next_index', wanted)
+    set_control('next_index', index + wanted)
     ring()
   end
   return wanted

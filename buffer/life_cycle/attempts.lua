@@ -6,44 +6,47 @@
 --                 \-> queued again (lease expired, failed, released) | dropped: env_failed | poisoned | cancelled
 --
 -- An attempt is in exactly one state: in one of the sorted sets queued, leased, ready, claimed, or in the history. Redis
--- runs a transition atomically, and every transition may be repeated. The files of this folder are one script:
--- attempts (this one), groups, then the transitions in admission, work, learning and questions, and last their call.
+-- runs a transition atomically, and every transition may be repeated. A script is attempts (this file), groups, then the
+-- transitions of admission, work, arrival, learning or questions, and last their call.
 --
 -- Attempt "17/2" is member 2 of group "17", the 17th task; "17/2.1" is the first to replace it. A segment of an
 -- unfinished episode is a group of its own, "17:3", with the one attempt "17:3/0".
 --
--- KEYS[1] = "{run}:"    ARGV = transition, rules as JSON, Redis' run id ('' if the caller does not know it yet), then the
--- transition's own arguments
+-- Redis makes a script's functions and tables anew at each call, so the caller has written into the text what never
+-- changes: the run's name for {run}, and ahead of this file a table with its settings, `rules`.
+--
+-- KEYS[1] = "{run}:"    ARGV = transition, Redis' run id ('' if the caller does not know it yet), then the transition's own
+-- arguments
 
-local run, rules, server = KEYS[1], cjson.decode(ARGV[2]), ARGV[3]
+local server = ARGV[2]
 
 -- Key names: here and nowhere else. The names of payloads and partials come from the caller and are kept in the attempt.
 
 local key = {
-  control = run .. 'control',       -- HASH    version, issued, next_index, trained, committed, late, archived, born,
-                                    --         server
-  ledger = run .. 'ledger',         -- HASH    <state or outcome>|<source> -> count
-  staleness = run .. 'staleness',   -- HASH    <which>|<bucket> -> trained attempts, see measure()
-  queued = run .. 'queued',         -- ZSET    attempt -> index of its group
-  leased = run .. 'leased',         -- ZSET    attempt -> deadline in ms
-  ready = run .. 'ready',           -- ZSET    attempt -> ms when it came home
-  claimed = run .. 'claimed',       -- ZSET    attempt -> the last learner step that claimed it
-  complete = run .. 'complete',     -- ZSET    group whose every member is home -> score(oldest sampled version, index)
-  offers = run .. 'offers',         -- HASH    such a group -> source|attempt,attempt,...
-  pieces = run .. 'pieces',         -- ZSET    such a group that belongs to an episode in segments -> their order
-  active = run .. 'active',         -- SET     groups that hold a place under the staleness bound
-  manifests = run .. 'manifests',   -- HASH    learner step -> JSON: step, ids, version, at (ms)
-  unborn = run .. 'unborn',         -- HASH    attempt a learner claimed before Redis forgot its creation -> step
-  names = run .. 'names',           -- HASH    worker or task source -> its number in stories
-  failures = run .. 'failures',     -- LIST    the last infrastructure failures, newest first
-  aside = run .. 'aside',           -- LIST    <attempt>|<payload> of what was poisoned or rejected, newest first
-  outbox = run .. 'outbox',         -- LIST    <attempt>|<outcome>|<payload> of what is to be archived, oldest first
-  bell = run .. 'bell',             -- STREAM  one entry; a new one says: look again
+  control = '{run}:control',          -- HASH    version, issued, next_index, trained, committed, late, archived, born,
+                                      --         server
+  ledger = '{run}:ledger',            -- HASH    <state or outcome>|<source> -> count
+  staleness = '{run}:staleness',      -- HASH    <which>|<bucket> -> trained attempts, see measure()
+  queued = '{run}:queued',            -- ZSET    attempt -> index of its group
+  leased = '{run}:leased',            -- ZSET    attempt -> deadline in ms
+  ready = '{run}:ready',              -- ZSET    attempt -> ms when it came home
+  claimed = '{run}:claimed',          -- ZSET    attempt -> the last learner step that claimed it
+  complete = '{run}:complete',        -- ZSET    group whose every member is home -> score(oldest sampled version, index)
+  offers = '{run}:offers',            -- HASH    such a group -> source|attempt,attempt,...
+  pieces = '{run}:pieces',            -- ZSET    such a group that belongs to an episode in segments -> their order
+  active = '{run}:active',            -- SET     groups that hold a place under the staleness bound
+  manifests = '{run}:manifests',      -- HASH    learner step -> JSON: step, ids, version, at (ms)
+  unborn = '{run}:unborn',            -- HASH    attempt a learner claimed before Redis forgot its creation -> step
+  names = '{run}:names',              -- HASH    worker or task source -> its number in stories
+  failures = '{run}:failures',        -- LIST    the last infrastructure failures, newest first
+  aside = '{run}:aside',              -- LIST    <attempt>|<payload> of what was poisoned or rejected, newest first
+  outbox = '{run}:outbox',            -- LIST    <attempt>|<outcome>|<payload> of what is to be archived, oldest first
+  bell = '{run}:bell',                -- STREAM  one entry; a new one says: look again
 }
 local STATES = { 'queued', 'leased', 'ready', 'claimed' }
-local function attempt_key(id) return run .. 'attempt:' .. id end     -- HASH while live: see load()
-local function group_key(group) return run .. 'group:' .. group end   -- HASH while live: size, task, label, source, alive
-local function answer_key(token) return run .. 'answer:' .. token end -- STRING, expiring: what a lease call answered
+local function attempt_key(id) return '{run}:attempt:' .. id end     -- HASH while live: see load()
+local function group_key(group) return '{run}:group:' .. group end   -- HASH while live: size, task, label, source, alive
+local function answer_key(token) return '{run}:answer:' .. token end -- STRING, expiring: what a lease call answered
 
 local function index_of(id) return tonumber(string.match(id, '^%d+')) end
 local function group_of(id) return string.match(id, '^[^/]+') end
@@ -52,20 +55,33 @@ local function segment_of(id) return tonumber(string.match(id, ':(%d+)')) end --
 -- Few attempts to a hash keep it a listpack: about 50 bytes for a finished attempt instead of 150.
 local function history_key(id)
   local number = segment_of(id) or tonumber(string.match(id, '/(%d+)'))
-  return run .. 'history:' .. math.floor(index_of(id) / 8) .. ':' .. math.floor(number / 8)
+  return '{run}:history:' .. math.floor(index_of(id) / 8) .. ':' .. math.floor(number / 8)
 end
 
 -- Small words
 
-local function now()
-  local time = redis.call('TIME')
-  return time[1] * 1000 + math.floor(time[2] / 1000)
+local clock
+local function now() -- of this call
+  if not clock then
+    local time = redis.call('TIME')
+    clock = time[1] * 1000 + math.floor(time[2] / 1000)
+  end
+  return clock
 end
 
-local function control(field) return tonumber(redis.call('HGET', key.control, field) or 0) end
+local known = {} -- of the control hash, by this call
+local function control(field)
+  known[field] = known[field] or tonumber(redis.call('HGET', key.control, field) or 0)
+  return known[field]
+end
+
+local function set_control(field, value)
+  redis.call('HSET', key.control, field, value)
+  known[field] = tonumber(value)
+end
 
 local function raise_to(field, value)
-  if value > control(field) then redis.call('HSET', key.control, field, value) end
+  if value > control(field) then set_control(field, value) end
 end
 
 -- Older versions first, and within a version older tasks first; exact up to version 2^21 and task 2^32.
@@ -77,7 +93,7 @@ local function ring() rung = true end
 
 -- A full Redis refuses a script at its first command that needs memory, unless the script has already written. What
 -- the learner and the heartbeats do must go on, or nothing would ever free memory again.
-local function pass_when_full() redis.call('UNLINK', run .. 'nothing') end
+local function pass_when_full() redis.call('UNLINK', '{run}:nothing') end
 
 local function unlink(name) if name then redis.call('UNLINK', name) end end
 
@@ -111,13 +127,9 @@ local function number_of(name)
   return number
 end
 
-local born
 local function seconds(time) -- since the run's birth
-  if not born then
-    redis.call('HSETNX', key.control, 'born', time)
-    born = control('born')
-  end
-  return math.max(0, math.floor((time - born) / 1000))
+  if control('born') == 0 then set_control('born', time) end
+  return math.max(0, math.floor((time - control('born')) / 1000))
 end
 
 local function tell(attempt, event, time)
@@ -154,16 +166,35 @@ end
 -- Attempts: loaded, moved between states, finished
 
 -- source, label (of the task, in stories), token, worker, payload, partial, oldest, newest, reward, tokens, home, home_at,
--- began, sampled (the partial's oldest version), segments, failures, crashes, uses, step, story, told
+-- began, sampled (the partial's oldest version), segments, failures, crashes, used, story, told
+local function steps_in(list)
+  local steps = {}
+  for step in string.gmatch(list or '', '%d+') do steps[#steps + 1] = tonumber(step) end
+  return steps
+end
+
 local function load(id)
   local flat = redis.call('HGETALL', attempt_key(id))
   if #flat == 0 then return nil end
   local attempt = { id = id, group = group_of(id) }
   for i = 1, #flat, 2 do attempt[flat[i]] = flat[i + 1] end
-  for _, counter in ipairs({ 'failures', 'crashes', 'uses', 'segments' }) do
-    attempt[counter] = tonumber(attempt[counter] or 0)
-  end
+  attempt.failures, attempt.crashes = tonumber(attempt.failures or 0), tonumber(attempt.crashes or 0)
+  attempt.segments = tonumber(attempt.segments or 0)
+  attempt.used = steps_in(attempt.used)
   return attempt
+end
+
+-- Notes that a learner step used it, or that it did not. Where each is used only once, its state says so.
+local function mark(attempt, step, used)
+  if rules.max_uses == 1 then return end
+  local steps = {}
+  for _, other in ipairs(attempt.used) do
+    if other ~= step then steps[#steps + 1] = other end
+  end
+  if used then steps[#steps + 1] = step end
+  table.sort(steps)
+  attempt.used = steps
+  redis.call('HSET', attempt_key(attempt.id), 'used', table.concat(steps, ','))
 end
 
 local function where(id)
@@ -201,27 +232,37 @@ local function requeue(attempt, from, event, ...)
   ring()
 end
 
+-- Keeps what a finished attempt leaves, under another name: what its worker sends again, late, is deleted. Answers that
+-- name, or nil if there is nothing.
+local function keep(blob)
+  if not blob or redis.call('EXISTS', blob) == 0 then return nil end
+  local kept = '{run}:kept:' .. string.sub(blob, #'{run}:' + 1)
+  redis.call('RENAME', blob, kept)
+  return kept
+end
+
 local ASIDE, ASIDE_MS = 100, 7 * 24 * 3600 * 1000
 local function keep_aside(attempt)
-  local blob = attempt.payload or attempt.partial
-  if not blob then return end
-  redis.call('PEXPIRE', blob, ASIDE_MS)
-  redis.call('LPUSH', key.aside, attempt.id .. '|' .. blob)
+  local kept = keep(attempt.payload) or keep(attempt.partial)
+  if not kept then return end
+  redis.call('PEXPIRE', kept, ASIDE_MS)
+  redis.call('LPUSH', key.aside, attempt.id .. '|' .. kept)
   if redis.call('LLEN', key.aside) > ASIDE then unlink(string.match(redis.call('RPOP', key.aside), '|(.*)$')) end
-  if attempt.payload == blob then attempt.payload = nil else attempt.partial = nil end
+end
+
+local function record(attempt, event)
+  redis.call('HSET', history_key(attempt.id), attempt.id, attempt.label .. ' ' .. tell(attempt, event))
 end
 
 -- To the history. What is left of its group, and whether that can still be trained on, is for settle().
 local function finish(attempt, from, outcome, event)
   leave(attempt, from)
-  redis.call('HSET', history_key(attempt.id), attempt.id, attempt.label .. ' ' .. tell(attempt, event))
+  record(attempt, event)
   count(outcome, attempt.source, 1)
   if outcome == 'dropped:poisoned' or outcome == 'dropped:rejected' then keep_aside(attempt) end
-  if rules.archive and attempt.payload then
-    redis.call('RPUSH', key.outbox, attempt.id .. '|' .. outcome .. '|' .. attempt.payload)
-  else
-    unlink(attempt.payload)
-  end
+  local kept = rules.archive and keep(attempt.payload)
+  if kept then redis.call('RPUSH', key.outbox, attempt.id .. '|' .. outcome .. '|' .. kept) end
+  unlink(attempt.payload)
   unlink(attempt.partial)
   redis.call('UNLINK', attempt_key(attempt.id))
 end

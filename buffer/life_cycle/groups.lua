@@ -1,12 +1,13 @@
 -- Groups: rollouts of one task, which become claimable together. A single rollout is a group of one.
 
-local function alive(group)
+local function load_group(group)
+  local size, source, alive, over = unpack(redis.call('HMGET', group_key(group), 'size', 'source', 'alive', 'over'))
   local ids = {}
-  for member in string.gmatch(redis.call('HGET', group_key(group), 'alive') or '', '[^,]+') do
-    ids[#ids + 1] = group .. '/' .. member
-  end
-  return ids
+  for member in string.gmatch(alive or '', '[^,]+') do ids[#ids + 1] = group .. '/' .. member end
+  return { id = group, size = tonumber(size), source = source, alive = ids, over = over }
 end
+
+local function alive(group) return load_group(group).alive end
 
 local function room() return (rules.eta + 1) * rules.batch_size - redis.call('SCARD', key.active) end
 
@@ -37,7 +38,9 @@ local function create(id, group)
   local label, source = unpack(redis.call('HMGET', group_key(group), 'label', 'source'))
   local attempt = { id = id, group = group, label = label, source = source, story = '' }
   count('created', source, 1)
-  if redis.call('HEXISTS', history_key(id), id) == 1 then
+  local foretold = redis.call('HGET', history_key(id), id)
+  if foretold then
+    redis.call('HSET', history_key(id), id, label .. ' ' .. foretold)
     count('trained', source, 1)
     return depart(attempt)
   end
@@ -52,39 +55,66 @@ local function retire(attempt, from, outcome, event)
   depart(attempt)
 end
 
-local function drop_group(group, reason)
+-- A durable checkpoint holds it. With one member its group is over: see settle().
+local function graduate(attempt, from, event)
+  retire(attempt, from, 'trained', event)
+  if redis.call('EXISTS', group_key(attempt.group)) == 1 then redis.call('HSET', group_key(attempt.group), 'over', 1) end
+end
+
+-- Dropped, unless a learner step has used it (max_uses allows several): then it waits for the commit of the last such
+-- step, or is trained already.
+local function let_go(attempt, from, reason)
+  local last = attempt.used[#attempt.used]
+  if not last then
+    retire(attempt, from, 'dropped:' .. reason, 'd' .. REASONS[reason])
+  elseif last > control('committed') then
+    withdraw_offer(attempt.group)
+    move(attempt, from, 'claimed', last)
+  else
+    graduate(attempt, from, 't' .. last)
+  end
+end
+
+local function let_group_go(group, reason)
   for _, id in ipairs(alive(group)) do
     local state = where(id)
-    retire(load(id), state, 'dropped:' .. reason, 'd' .. REASONS[reason])
+    let_go(load(id), state, reason)
   end
 end
 
 -- The learner may take it from now on. A group that lost members is padded to its size with those it has, in turn.
-local function offer(group, ids, size, oldest)
-  local home = #ids
-  for i = home + 1, size do ids[i] = ids[(i - 1) % home + 1] end
-  local source = redis.call('HGET', group_key(group), 'source')
-  redis.call('HSET', key.offers, group, source .. '|' .. table.concat(ids, ','))
-  redis.call('ZADD', key.complete, score(oldest, index_of(group)), group)
-  local segment = segment_of(group)
-  if not segment and redis.call('HEXISTS', attempt_key(ids[1]), 'segments') == 1 then segment = 65535 end -- the last
-  if segment then redis.call('ZADD', key.pieces, index_of(group) * 65536 + segment, group) end
-  if redis.call('ZCOUNT', key.complete, score(oldest_allowed(), 0), '+inf') == rules.batch_size then ring() end
+local function offer(group, oldest, segments)
+  local ids, home = group.alive, #group.alive
+  for i = home + 1, group.size do ids[i] = ids[(i - 1) % home + 1] end
+  redis.call('HSET', key.offers, group.id, group.source .. '|' .. table.concat(ids, ','))
+  redis.call('ZADD', key.complete, score(oldest, index_of(group.id)), group.id)
+  local segment = segment_of(group.id) or segments and 65535 -- the last
+  if segment then redis.call('ZADD', key.pieces, index_of(group.id) * 65536 + segment, group.id) end
+  if redis.call('ZCARD', key.complete) >= rules.batch_size
+      and redis.call('ZCOUNT', key.complete, score(oldest_allowed(), 0), '+inf') == rules.batch_size then ring() end
 end
 
--- A member came home or was dropped: the group is offered when all that are left are home. A group that lost half of
--- its members or more has no baseline worth the name, and goes.
-local function settle(group)
-  local ids = alive(group)
-  if #ids == 0 then return end
-  local size = tonumber(redis.call('HGET', group_key(group), 'size'))
-  if #ids * 2 <= size then return drop_group(group, 'filtered') end
-  local oldest = math.huge
-  for _, id in ipairs(ids) do
-    if not redis.call('ZSCORE', key.ready, id) then return end
-    oldest = math.min(oldest, tonumber(redis.call('HGET', attempt_key(id), 'oldest')))
+-- A member came home or left: the group is offered when all that are left are home. A group that lost half of its
+-- members or more has no baseline worth the name, and goes; so does what Redis revived, in a power cut, of a group that
+-- is trained. While the learner has a member, the fate of its step comes first.
+local function settle(id)
+  local group, oldest, segments, waiting = load_group(id), math.huge, nil, false
+  if #group.alive == 0 then return end
+  for _, member in ipairs(group.alive) do
+    if redis.call('ZSCORE', key.ready, member) then
+      local found = redis.call('HMGET', attempt_key(member), 'oldest', 'segments')
+      oldest, segments = math.min(oldest, tonumber(found[1])), found[2]
+    elseif redis.call('ZSCORE', key.claimed, member) then
+      return
+    else
+      waiting = true
+    end
   end
-  offer(group, ids, size, oldest)
+  if group.over or #group.alive * 2 <= group.size then
+    let_group_go(id, 'filtered')
+  elseif not waiting then
+    offer(group, oldest, segments)
+  end
 end
 
 -- Another attempt takes its place, unless as many were replaced as the group has members: then it is the task.
@@ -102,8 +132,9 @@ end
 local REPLACED = { env_failed = true, poisoned = true, rejected = true } -- the attempt's own fate, not the group's
 
 local function lose(attempt, from, reason)
-  if rules.replace and REPLACED[reason] and not segment_of(attempt.id) then replace(attempt) end
-  retire(attempt, from, 'dropped:' .. reason, 'd' .. REASONS[reason])
+  local whole = #attempt.used == 0 and not segment_of(attempt.id)
+  if rules.replace and REPLACED[reason] and whole then replace(attempt) end
+  let_go(attempt, from, reason)
 end
 
 local function drop(attempt, from, reason)
@@ -119,21 +150,4 @@ local function crash(attempt, from, event)
   drop(attempt, from, 'poisoned')
 end
 
--- Too old to be claimed. Where max_uses allows several, an attempt that was trained on before is not dropped for it: it
--- waits for the commit of its last step, or is trained already.
-local function evict_stale()
-  local newest = score(oldest_allowed(), 0) - 1
-  for _, group in ipairs(redis.call('ZRANGE', key.complete, '-inf', newest, 'BYSCORE', 'LIMIT', 0, 1024)) do
-    withdraw_offer(group)
-    for _, id in ipairs(alive(group)) do
-      local attempt = load(id)
-      if attempt.uses == 0 then
-        retire(attempt, 'ready', 'dropped:stale', 'ds')
-      elseif tonumber(attempt.step) > control('committed') then
-        move(attempt, 'ready', 'claimed', attempt.step)
-      else
-        retire(attempt, 'ready', 'trained', 't')
-      end
-    end
-  end
-end
+local transitions = {} -- by name; the files of the subjects add to it

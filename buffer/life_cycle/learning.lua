@@ -5,7 +5,11 @@ local function manifest_of(step)
   return made and cjson.decode(made)
 end
 
-local function keep_manifest(manifest) redis.call('HSET', key.manifests, manifest.step, cjson.encode(manifest)) end
+local function keep_manifest(manifest)
+  local made = cjson.encode(manifest)
+  redis.call('HSET', key.manifests, manifest.step, made)
+  return made
+end
 
 -- The steps that have a manifest, in order, from `first` on.
 local function steps_from(first)
@@ -25,6 +29,15 @@ local function distinct(items, name)
     seen[item] = true
   end
   return found
+end
+
+-- What is too old to be claimed goes.
+local function evict_stale()
+  local newest = score(oldest_allowed(), 0) - 1
+  for _, group in ipairs(redis.call('ZRANGE', key.complete, '-inf', newest, 'BYSCORE', 'LIMIT', 0, 1024)) do
+    withdraw_offer(group)
+    let_group_go(group, 'stale')
+  end
 end
 
 -- What the learner takes next: by age, by youth, or what the caller chose of the offers. Fewer than asked: none.
@@ -67,29 +80,30 @@ function transitions.claim(step, order, chosen)
   local groups = choose(order, chosen)
   if #groups < rules.batch_size then return false end
   groups = in_order(groups)
-  local ids, ranked = {}, {}
+  local ids, ranked, seen, taken = {}, {}, {}, {}
   for _, offered in ipairs(redis.call('HMGET', key.offers, unpack(groups))) do
     local source, list = string.match(offered, '^(.*)|(.*)$')
-    local seen = {}
     for id in string.gmatch(list, '[^,]+') do
       ids[#ids + 1] = id
       if not seen[id] then
+        seen[id] = true
         ranked[#ranked + 1] = step
         ranked[#ranked + 1] = id
-        count('ready', source, -1)
-        count('claimed', source, 1)
-        if rules.max_uses > 1 then redis.call('HINCRBY', attempt_key(id), 'uses', 1) end
+        taken[source] = (taken[source] or 0) + 1
+        if rules.max_uses > 1 then mark(load(id), tonumber(step), true) end
       end
-      seen[id] = true
     end
+  end
+  for source, n in pairs(taken) do
+    count('ready', source, -n)
+    count('claimed', source, n)
   end
   in_slices('ZREM', key.complete, groups)
   in_slices('HDEL', key.offers, groups)
   in_slices('ZREM', key.pieces, groups)
   in_slices('ZREM', key.ready, ids)
   in_slices('ZADD', key.claimed, ranked)
-  keep_manifest({ step = tonumber(step), ids = ids, version = control('version'), at = now() })
-  return redis.call('HGET', key.manifests, step)
+  return keep_manifest({ step = tonumber(step), ids = ids, version = control('version'), at = now() })
 end
 
 -- A new policy is current: what trained it gives its places to new work, or is offered again, and what became too old
@@ -98,8 +112,7 @@ local function offer_again(manifest)
   for _, id in ipairs(distinct(manifest.ids)) do
     local attempt = load(id)
     local state, step = where(id)
-    if state == 'claimed' and step == manifest.step and attempt.uses < rules.max_uses then
-      redis.call('HSET', attempt_key(id), 'step', step)
+    if state == 'claimed' and step == manifest.step and #attempt.used < rules.max_uses then
       move(attempt, 'claimed', 'ready', attempt.home_at)
     end
   end
@@ -121,32 +134,50 @@ function transitions.publish(version, trained_step)
   ring()
 end
 
--- A durable checkpoint holds its gradient. If Redis forgot the attempt, create() will find here what became of it.
--- Answers whether a payload went with it: one that is to be used again, or is in use, stays.
+local function has(items, item)
+  for _, other in ipairs(items) do
+    if other == item then return true end
+  end
+  return false
+end
+
+-- A durable checkpoint holds its gradient. If Redis forgot the attempt, create() will find here what became of it; if it
+-- forgot the claim, the manifest is only a step. Answers whether a payload went with it: one that is to be used again,
+-- or is in use, stays.
 local function train(id, manifest)
   redis.call('HDEL', key.unborn, id)
-  local attempt = load(id)
+  local attempt, event = load(id), 't' .. manifest.step
   if not attempt then
-    redis.call('HSETNX', history_key(id), id, 't' .. (manifest.step or ''))
+    redis.call('HSETNX', history_key(id), id, event)
     return false
   end
   local state, rank = where(id)
-  if manifest.step then
+  if manifest.version then
     tell(attempt, 'c' .. manifest.step .. '.' .. manifest.version, manifest.at)
     measure(attempt, manifest)
+    event = 't'
   end
-  if attempt.uses > 0 and not (state == 'claimed' and rank == manifest.step) then
+  if has(attempt.used, manifest.step) and not (state == 'claimed' and rank == manifest.step) then
     note(attempt, '')
     return false
   end
-  retire(attempt, state, 'trained', 't')
+  graduate(attempt, state, event)
   return true
+end
+
+-- What the learner's newest checkpoints say was trained: manifests by step.
+local function believe(trained)
+  for step, ids in pairs(trained) do
+    for _, id in ipairs(distinct(ids)) do train(id, { step = tonumber(step) }) end
+    for _, group in ipairs(distinct(ids, group_of)) do settle(group) end
+  end
 end
 
 -- The checkpoint that holds every step up to `step` is durable: only now may payloads die. They are freed inline, so a
 -- call takes a slice of 64 and answers 1 while there is more.
 function transitions.commit(step)
   pass_when_full()
+  raise_to('committed', tonumber(step))
   local slice = 64
   for _, made in ipairs(steps_from(0)) do
     if made <= tonumber(step) then
@@ -159,48 +190,49 @@ function transitions.commit(step)
           return 1
         end
         if train(id, manifest) then slice = slice - 1 end
+        settle(group_of(id))
       end
       redis.call('HDEL', key.manifests, made)
     end
   end
-  raise_to('committed', tonumber(step))
   return 0
 end
 
--- The learner did not train on these, or forgot that it did. `crashed`: it died over them.
+-- Of a step that is undone. `crashed`: the learner died over it.
+local function put_back(attempt, manifest, crashed)
+  tell(attempt, 'c' .. manifest.step .. '.' .. manifest.version, manifest.at)
+  attempt.crashes = attempt.crashes + (crashed and 1 or 0)
+  if attempt.crashes >= rules.max_tries then
+    lose(attempt, 'claimed', 'poisoned')
+  elseif attempt.payload and redis.call('EXISTS', attempt.payload) == 1 then
+    note(attempt, 'b', 'crashes', attempt.crashes)
+    move(attempt, 'claimed', 'ready', attempt.home_at)
+  elseif segment_of(attempt.id) or #attempt.used > 0 then
+    let_go(attempt, 'claimed', 'lost') -- a power cut took it, and only its episode could make it, or it has served
+  else
+    requeue(attempt, 'claimed', 'm', 'crashes', attempt.crashes)
+  end
+end
+
+-- The learner did not train on these, or forgot that it did. A group that no step has used is in flight again.
 local function unclaim(manifest, crashed)
-  local groups = {}
+  local back = 0
   for _, id in ipairs(distinct(manifest.ids)) do
     redis.call('HDEL', key.unborn, id)
     local attempt = load(id)
-    local state, step = where(id)
-    if attempt and attempt.uses > 0 then attempt.uses = redis.call('HINCRBY', attempt_key(id), 'uses', -1) end
-    if state == 'claimed' and step == manifest.step then
-      tell(attempt, 'c' .. manifest.step .. '.' .. manifest.version, manifest.at)
-      attempt.crashes = attempt.crashes + (crashed and 1 or 0)
-      if attempt.crashes >= rules.max_tries then
-        lose(attempt, 'claimed', 'poisoned')
-      elseif attempt.payload and redis.call('EXISTS', attempt.payload) == 1 then
-        note(attempt, 'b', 'crashes', attempt.crashes)
-        move(attempt, 'claimed', 'ready', attempt.home_at)
-      elseif segment_of(id) then
-        retire(attempt, 'claimed', 'dropped:lost', 'dl') -- a power cut took it, and only its episode could make it
-      else
-        requeue(attempt, 'claimed', 'm')
+    if attempt then
+      mark(attempt, manifest.step, false)
+      if #attempt.used == 0 and not segment_of(id) then redis.call('SADD', key.active, attempt.group) end
+      local state, step = where(id)
+      if state == 'claimed' and step == manifest.step then
+        put_back(attempt, manifest, crashed)
+        back = back + 1
       end
-      groups[#groups + 1] = attempt.group
-    elseif attempt and attempt.uses > 0 then
-      redis.call('HSET', attempt_key(id), 'step', control('committed')) -- uses that are left are durable
     end
   end
   redis.call('HDEL', key.manifests, manifest.step)
-  for _, group in ipairs(distinct(groups)) do
-    if redis.call('EXISTS', group_key(group)) == 1 and not segment_of(group) then
-      redis.call('SADD', key.active, group)
-    end
-    settle(group)
-  end
-  return #groups
+  for _, group in ipairs(distinct(manifest.ids, group_of)) do settle(group) end
+  return back
 end
 
 -- A payload of this step cannot be read: it is kept aside, what is missing is run again, and the step is claimed anew.
@@ -219,48 +251,50 @@ end
 -- step it died in, if it did, is the first that was not published as trained.
 function transitions.rewind(step, recently_trained)
   pass_when_full()
-  for _, id in ipairs(cjson.decode(recently_trained)) do train(id, {}) end
-  redis.call('HSET', key.control, 'committed', step)
+  believe(cjson.decode(recently_trained))
+  set_control('committed', step)
   local back, steps, trained = 0, steps_from(0), control('trained')
   for i = #steps, 1, -1 do back = back + unclaim(manifest_of(steps[i]), steps[i] > trained) end
-  redis.call('HSET', key.control, 'trained', step)
+  set_control('trained', step)
   return back
 end
 
--- Redis came back and may have lost its last second: the living learner's manifests are the truth.
+-- Redis came back and may have lost its last second: the living learner's manifests are the truth. What Redis claimed
+-- and the learner did not is undone, what it forgot is claimed again; the rest stays as it is.
 function transitions.reconcile(learner_manifests, recently_trained, version)
   pass_when_full()
   raise_to('version', tonumber(version))
   raise_to('issued', tonumber(version))
-  for _, id in ipairs(cjson.decode(recently_trained)) do train(id, {}) end
-  local truth, mine = {}, {} -- attempt -> how many of the steps used it
+  believe(cjson.decode(recently_trained))
+  local truth, order = {}, {}
   for step, ids in pairs(cjson.decode(learner_manifests)) do
-    truth[#truth + 1] = { step = tonumber(step), ids = ids }
-    for _, id in ipairs(distinct(ids)) do mine[id] = (mine[id] or 0) + 1 end
+    truth[tonumber(step)] = ids
+    order[#order + 1] = tonumber(step)
   end
-  table.sort(truth, function(one, other) return one.step < other.step end)
+  table.sort(order)
   local known, steps = {}, steps_from(0)
   for i = #steps, 1, -1 do
-    local manifest, unknown = manifest_of(steps[i]), {}
+    local manifest, undone = manifest_of(steps[i]), {}
+    for _, id in ipairs(manifest.ids) do
+      if not has(truth[steps[i]] or {}, id) then undone[#undone + 1] = id end
+    end
     known[steps[i]] = manifest
-    for _, id in ipairs(manifest.ids) do if not mine[id] then unknown[#unknown + 1] = id end end
-    unclaim({ step = steps[i], ids = unknown, version = manifest.version, at = manifest.at })
+    unclaim({ step = steps[i], ids = undone, version = manifest.version, at = manifest.at })
   end
-  for _, manifest in ipairs(truth) do
-    local before = known[manifest.step] or { version = control('version'), at = now() }
-    manifest.version, manifest.at = before.version, before.at
-    keep_manifest(manifest)
-    for _, id in ipairs(distinct(manifest.ids)) do
+  for _, step in ipairs(order) do
+    local before = known[step] or { ids = {}, version = control('version'), at = now() }
+    keep_manifest({ step = step, ids = truth[step], version = before.version, at = before.at })
+    for _, id in ipairs(distinct(truth[step])) do
       local attempt = load(id)
-      if attempt then
-        move(attempt, where(id), 'claimed', manifest.step)
+      if attempt and not has(before.ids, id) then
+        withdraw_offer(attempt.group)
+        mark(attempt, step, true)
         redis.call('HDEL', attempt_key(id), 'token')
-        if rules.max_uses > 1 then redis.call('HSET', attempt_key(id), 'uses', math.max(attempt.uses, mine[id])) end
-      elseif redis.call('HEXISTS', history_key(id), id) == 0 then
-        redis.call('HSET', key.unborn, id, manifest.step)
+        move(attempt, where(id), 'claimed', step)
+      elseif not attempt and redis.call('HEXISTS', history_key(id), id) == 0 then
+        redis.call('HSET', key.unborn, id, step)
       end
     end
-    for _, group in ipairs(distinct(manifest.ids, group_of)) do withdraw_offer(group) end
   end
   ring()
 end
@@ -268,7 +302,7 @@ end
 function transitions.next_version(at_least)
   pass_when_full()
   local version = math.max(control('issued'), control('version'), tonumber(at_least)) + 1
-  redis.call('HSET', key.control, 'issued', version)
+  set_control('issued', version)
   return version
 end
 
@@ -278,7 +312,7 @@ function transitions.archived(first, payloads)
   if tonumber(first) ~= control('archived') then return 0 end
   payloads = cjson.decode(payloads)
   redis.call('LTRIM', key.outbox, #payloads, -1)
-  in_slices('UNLINK', run .. 'nothing', payloads)
-  redis.call('HINCRBY', key.control, 'archived', #payloads)
+  in_slices('UNLINK', '{run}:nothing', payloads)
+  set_control('archived', first + #payloads)
   return #payloads
 end

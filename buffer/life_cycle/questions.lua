@@ -11,12 +11,12 @@ function transitions.story(id)
   return { state or '', tostring(rank or ''), fields, names, control('born') }
 end
 
--- For each attempt its payload's name and bytes.
+-- For each attempt its payload's name, bytes and tokens.
 function transitions.payloads(ids)
   local found = {}
   for i, id in ipairs(cjson.decode(ids)) do
-    local payload, bytes = unpack(redis.call('HMGET', attempt_key(id), 'payload', 'bytes'))
-    found[2 * i - 1], found[2 * i] = payload or '', tonumber(bytes) or 0
+    local payload, bytes, tokens = unpack(redis.call('HMGET', attempt_key(id), 'payload', 'bytes', 'tokens'))
+    found[i] = { payload or '', tonumber(bytes) or 0, tonumber(tokens) or 0 }
   end
   return found
 end
@@ -31,7 +31,7 @@ function transitions.candidates()
       local attempt = load(id)
       oldest, since = math.min(oldest, tonumber(attempt.oldest)), math.max(since, tonumber(attempt.home_at))
       reward, tokens = reward + tonumber(attempt.reward) / #ids, tokens + tonumber(attempt.tokens)
-      uses = math.max(uses, attempt.uses)
+      uses = math.max(uses, #attempt.used)
     end
     local source = redis.call('HGET', group_key(group), 'source')
     rows[#rows + 1] = { group, source, oldest, reward, tokens, uses, time - since }

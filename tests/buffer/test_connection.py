@@ -71,7 +71,7 @@ def test_the_learner_reconciles_before_anything_else_reaches_a_restarted_redis(
 
     def reconcile() -> None:
         calls.append(buffer.version())
-        buffer.reconcile({1: ["0/0"]}, [], version=3)
+        buffer.reconcile({1: ["0/0"]}, {}, version=3)
 
     buffer = ReplayBuffer(settings(redis_server), on_restart=reconcile)
     buffer.put_tasks(task, 1)
@@ -92,7 +92,7 @@ def test_half_a_transition_never_comes_back(redis_server: "RedisServer", task: T
     redis_server.lose_tail(30)
     redis_server.start(repair=False)
     assert buffer.ledger().created == 0
-    buffer.rewind(0, [])
+    buffer.rewind(0, {})
     deadline = time.monotonic() + 20
     while redis_server.client().info("persistence")["aof_rewrite_in_progress"]:
         assert time.monotonic() < deadline, "the rewrite does not end"

@@ -104,7 +104,7 @@ def test_too_old_is_dropped_and_counted_never_claimed(make_buffer: MakeBuffer, t
     assert buffer.complete(new, bring(new, 1)) == "ok"
     assert buffer.claim(1) == [new.attempt]
     assert buffer.state(old.attempt) == "dropped:stale"
-    buffer.rewind(0, [])
+    buffer.rewind(0, {})
     buffer.publish(3, trained_step=0)  # eviction does not wait for a claim
     assert buffer.state(new.attempt) == "dropped:stale"
     assert buffer.ledger().dropped == {"stale": 2}
@@ -259,7 +259,7 @@ def test_an_attempt_that_kills_the_learner_is_poisoned_and_kept_aside(
     buffer.publish(buffer.next_version(), trained_step=1)
     for _ in range(2):  # step 1 is only forgotten; it is over step 2 that the learner dies
         assert buffer.claim(2) == ["1/0"]
-        buffer.rewind(0, [])
+        buffer.rewind(0, {})
         assert buffer.claim(1) == ["0/0"]
         buffer.publish(buffer.next_version(), trained_step=1)
     assert buffer.claim(2) is None
@@ -436,7 +436,7 @@ def test_a_trajectory_may_be_trained_on_more_than_once(make_buffer: MakeBuffer, 
     assert buffer.claim(2) is None
     buffer.publish(1, trained_step=1)
     assert buffer.claim(2) == ["0/0"]
-    buffer.rewind(0, [])  # neither use is durable
+    buffer.rewind(0, {})  # neither use is durable
     assert buffer.state("0/0") == "ready"
     assert [buffer.claim(1), buffer.claim(2)] == [["0/0"], None]
     buffer.publish(2, trained_step=1)
@@ -495,7 +495,7 @@ def test_the_whole_story_of_an_attempt(make_buffer: MakeBuffer, task: TaskOf, br
     buffer.publish(5, trained_step=0)
     buffer.complete(lease, bring(lease, 3))
     buffer.claim(1)
-    buffer.rewind(0, [])
+    buffer.rewind(0, {})
     buffer.claim(1)
     buffer.publish(6, trained_step=1)
     buffer.commit(1)
@@ -530,14 +530,14 @@ def test_rewind_returns_what_no_checkpoint_holds(make_buffer: MakeBuffer, task: 
         buffer.claim(step)
         buffer.publish(buffer.next_version(), trained_step=step)
     # checkpoint 1 became durable, its commit never arrived, the learner died in step 3
-    assert buffer.rewind(1, ["0/0"]) == 2
+    assert buffer.rewind(1, {1: ["0/0"]}) == 2
     assert [buffer.state(f"{i}/0") for i in range(4)] == ["trained:1", "ready", "ready", "ready"]
     assert buffer.next_version() == 4  # never reused
     buffer.publish(3, trained_step=1)
     assert buffer.put_tasks(task, 9) == 1  # the places are held again
     assert buffer.claim(2) == ["1/0"]
-    assert buffer.rewind(1, ["0/0"]) == 1
-    assert buffer.rewind(1, ["0/0"]) == 0
+    assert buffer.rewind(1, {1: ["0/0"]}) == 1
+    assert buffer.rewind(1, {1: ["0/0"]}) == 0
     assert buffer.ledger().balanced
 
 
@@ -548,10 +548,10 @@ def test_rewind_believes_the_checkpoint_about_what_was_trained(
     buffer = make_buffer(batch_size=1, eta=3)
     buffer.put_tasks(task, 1)
     (lease,) = buffer.lease("actor-0", 1)
-    buffer.rewind(1, ["0/0", "1/0"])
+    buffer.rewind(1, {1: ["0/0", "1/0"]})
     assert buffer.complete(lease, bring(lease)) == "gone"
     assert buffer.put_tasks(task, 2) == 2
-    assert [buffer.state(f"{i}/0") for i in range(3)] == ["trained", "trained", "queued"]
+    assert [buffer.state(f"{i}/0") for i in range(3)] == ["trained:1", "trained:1", "queued"]
     ledger = buffer.ledger()
     assert (ledger.created, ledger.trained, ledger.balanced) == (3, 2, True)
 
@@ -563,7 +563,7 @@ def test_reconcile_makes_the_learner_right(make_buffer: MakeBuffer, task: TaskOf
     for lease in leases[:3]:
         buffer.complete(lease, bring(lease, 0))
     buffer.claim(2)  # Redis thinks 0/0; the learner trained 1/0, 3/0 (still leased here) and 4/0 (unknown here)
-    buffer.reconcile({2: ["1/0"], 3: ["3/0"], 4: ["4/0"]}, [], version=7)
+    buffer.reconcile({2: ["1/0"], 3: ["3/0"], 4: ["4/0"]}, {}, version=7)
     states = {i: buffer.state(f"{i}/0") for i in range(5)}
     assert states == {0: "ready", 1: "claimed", 2: "ready", 3: "claimed", 4: None}
     assert buffer.complete(leases[3], bring(leases[3], 0)) == "gone"
@@ -575,7 +575,7 @@ def test_reconcile_makes_the_learner_right(make_buffer: MakeBuffer, task: TaskOf
         buffer.get(["1/0", "3/0"])
     buffer.commit(3)
     assert [buffer.state(f"{i}/0") for i in (1, 3, 4)] == ["trained:2", "trained:3", "claimed"]
-    assert buffer.rewind(3, []) == 1
+    assert buffer.rewind(3, {}) == 1
     assert buffer.state("4/0") == "queued"  # its gradient is lost and its payload unknown: run it
     assert buffer.ledger().balanced
 

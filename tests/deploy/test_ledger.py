@@ -28,7 +28,7 @@ def run(redis_url: str, run_name: str) -> list[str]:
     buffer.publish(1, trained_step=1)
     buffer.commit(1)
     buffer.claim(2)
-    buffer.rewind(1, [])
+    buffer.rewind(1, {})
     return ["demo", f"name={run_name}", f"buffer.url={redis_url}"]
 
 
