@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, BinaryIO, TypeVar
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import numpy as np
 import redis
@@ -49,8 +49,9 @@ class Connection:
         self.where = _without_password(settings.url)
         self._on_restart = on_restart
         self.run_id = ""  # of the Redis behind; unknown before the first call
-        self._restarted = False
+        self._restarts = self._repaired = 0  # seen, and told to `on_restart`
         self._repair_lock = threading.RLock()
+        self._repairer: int | None = None  # the thread that calls `on_restart`
         self._client: redis.Redis = redis.Redis.from_url(
             settings.url,
             socket_timeout=SOCKET_SECONDS,
@@ -83,7 +84,7 @@ class Connection:
                         f"{what}: Redis at {self.where} {reason} for {self._patience:g} s ({error}). "
                         "Check that redis-server runs there, that its disk and maxmemory have room, and the network."
                     ) from error
-                if now > warned + WARN_EVERY_SECONDS and not self._restarted:
+                if now > warned + WARN_EVERY_SECONDS and self._repaired == self._restarts:
                     log.warning("%s waits: Redis at %s %s (%s)", what, self.where, reason, error)
                     warned = now
                 time.sleep(pause * random.uniform(0.5, 1.0))
@@ -139,19 +140,25 @@ class Connection:
         try:
             connection = self._idle.pop()
         except IndexError:
-            connection = self._client.connection_pool.make_connection()
+            connection = self._connect()
         if connection.pid != os.getpid():  # the parent goes on using it
-            connection = self._client.connection_pool.make_connection()
+            connection = self._connect()
         try:
             connection.send_packed_command(_packed(commands))
             found = read(connection)
         except BaseException:
             connection.disconnect()  # or its next user would read the answers that are still to come
+            while self._idle:  # what broke this one broke them
+                self._idle.pop().disconnect()
             raise
         self._idle.append(connection)
         if isinstance(found, redis.RedisError):
             raise found
         return found
+
+    def _connect(self) -> Any:
+        pool = self._client.connection_pool  # whose own make_connection stops at a hundred, dead ones included
+        return pool.connection_class(**pool.connection_kwargs)
 
     def _greet(self, connection: Any) -> None:
         """Runs on every new connection, before its first command. A restart closed all the old ones."""
@@ -159,20 +166,25 @@ class Connection:
         connection.send_command("INFO", "server")
         lines = connection.read_response().decode().splitlines()
         before, self.run_id = self.run_id, next(x.removeprefix("run_id:") for x in lines if x.startswith("run_id:"))
-        if before not in ("", self.run_id):
-            self._restarted = True
+        self._restarts += before not in ("", self.run_id)
+        if self._repaired != self._restarts and self._repairer != threading.get_ident():
             raise redis.ConnectionError("restarted")
 
     def _repair(self) -> None:
-        with self._repair_lock:  # other threads wait here; reentrant, as on_restart calls Redis through this object
-            if self._restarted:
-                self._restarted = False
-                log.warning("Redis at %s was restarted", self.where)
-                try:
+        """Whoever comes while another thread repairs waits for it here."""
+        if self._repaired == self._restarts:
+            return
+        with self._repair_lock:  # reentrant, as on_restart calls Redis through this object
+            if self._repairer is not None:
+                return
+            self._repairer = threading.get_ident()
+            try:
+                while self._repaired != (restarts := self._restarts):
+                    log.warning("Redis at %s was restarted", self.where)
                     self._on_restart()
-                except BaseException:
-                    self._restarted = True
-                    raise
+                    self._repaired = restarts
+            finally:
+                self._repairer = None
 
 
 def _packed(commands: Sequence[Command]) -> list[bytes]:
@@ -236,6 +248,8 @@ def _passing_reason(error: redis.RedisError) -> str | None:
     text = str(error)
     if isinstance(error, redis.BusyLoadingError):
         return "is loading its file"
+    if text.startswith("BUSY "):
+        return "is busy with a script"
     if isinstance(error, redis.ConnectionError | redis.TimeoutError):
         return "does not answer"
     if isinstance(error, OutOfMemoryError) or "OOM command" in text:  # the text: out of a script, before Redis 7
@@ -249,5 +263,4 @@ def _passing_reason(error: redis.RedisError) -> str | None:
 
 def _without_password(url: str) -> str:
     parts = urlsplit(url)
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit((parts.scheme, host, parts.path, "", "")) if parts.netloc else url
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

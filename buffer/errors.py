@@ -7,6 +7,7 @@ BufferError
 ├── UnsafeRedis            Redis would throw keys away when it is full
 ├── RunTaken               the run's keys in Redis belong to another run of the same name
 ├── StepCommitted          a learner asked for a step that a durable checkpoint already holds: two learners, one run
+├── LearnerReplaced        another learner of the run was started after this one, and has put back what this one trains
 ├── VersionNotNewer        weights published under a version that is not above the newest one
 ├── Unreadable             payloads of claimed attempts are missing or corrupt: withdraw them, claim the step again
 ├── BadOrder               buffer.order names no function, or one that gives no weights (also a ValueError)
@@ -44,6 +45,10 @@ class RunTaken(BufferError):
 
 
 class StepCommitted(BufferError):
+    pass
+
+
+class LearnerReplaced(BufferError):
     pass
 
 

@@ -32,10 +32,10 @@ from typing import Any, Literal
 
 import redis
 
-from .archive import write_blobs
+from .archive import SUFFIX, write_blobs
 from .codec import check, pack, unpack
 from .connection import Connection
-from .errors import CodecError, RunTaken, StepCommitted, Unreadable, UnsafeRedis
+from .errors import CodecError, LearnerReplaced, RedisRefused, RunTaken, StepCommitted, Unreadable, UnsafeRedis
 from .ledger import Ledger, Story, outcome, to_ledger, to_story
 from .memory import Memory
 from .selection import Candidate, load_weight, sample
@@ -44,8 +44,8 @@ from .trajectory import Task, Trajectory
 
 log = logging.getLogger(__name__)
 
-# Of life_cycle/: each subject is a script of its own, with what all share. Redis makes a script's functions anew at each
-# call, which for one script of all subjects would be a third of the time.
+# Of life_cycle/: each subject is a script of its own, with what all share. Redis makes a script's functions anew at
+# each call, which for one script of all subjects would be a third of the time.
 SUBJECTS = ("admission", "work", "arrival", "learning", "questions")
 READ_TOGETHER = 64  # payloads in one MGET...
 READ_BYTES = 1 << 20  # ...and no more than this: pipelining helps small payloads and hinders large ones
@@ -62,7 +62,7 @@ SetCommand = tuple[str, bytes, tuple[Any, ...]]  # a name, its new value, and op
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to work on one attempt until `deadline` (time.monotonic() of this process), longer with a heartbeat."""
+    """The right to work on one attempt for `lease_seconds`, and as long again from each heartbeat."""
 
     attempt: str
     token: str
@@ -71,7 +71,6 @@ class Lease:
     group_size: int
     group_index: int
     tries: int
-    deadline: float
     segments: int = 0
     """How many segments of it came home, by whatever try."""
     partial: Trajectory | None = None
@@ -101,6 +100,7 @@ class ReplayBuffer:
             transitions = re.findall(r"^function transitions\.(\w+)", _lua(subject), re.MULTILINE)
             self._scripts |= dict.fromkeys(transitions, script)
         self._weight = load_weight(settings.order)
+        self._learner: int | str = ""  # our number, once we are one
         self._heard = "0-0"
 
     # The run as a whole
@@ -128,13 +128,15 @@ class ReplayBuffer:
 
     def forget(self) -> None:
         """Deletes everything of this run, in slices, because others may share this Redis."""
-        position = -1
-        while position != 0:
-            scan = partial(redis.Redis.scan, cursor=max(position, 0), match=f"{self._prefix}*", count=FORGET_TOGETHER)
+        position = 0
+        while True:
+            scan = partial(redis.Redis.scan, cursor=position, match=f"{self._prefix}*", count=FORGET_TOGETHER)
             answer: Any = self._connection.call("forget", scan)
             position, names = answer
             if names:
                 self._connection.call("forget", lambda r, names=names: r.unlink(*names))  # type: ignore[misc]
+            if position == 0:
+                return
 
     # Admission
 
@@ -157,12 +159,14 @@ class ReplayBuffer:
 
     # Work
 
-    def lease(self, worker: str, n: int) -> list[Lease]:
-        """Up to `n` attempts to work on, oldest task first; those of workers that fell silent come back this way."""
+    def lease(self, worker: str, n: int, token: str | None = None) -> list[Lease]:
+        """Up to `n` attempts to work on, oldest task first; those of workers that fell silent come back this way.
+
+        Asked again with the same `token`, within the time of a lease, it answers the same.
+        """
         if n <= 0:
             return []
-        token = uuid.uuid4().hex
-        deadline = time.monotonic() + self._settings.lease_seconds
+        token = token or uuid.uuid4().hex
         rows = json.loads(self._run("lease", worker, n, token))
         partials = iter(self._blobs([(row[6], 0) for row in rows if row[6]]))
         leases = [
@@ -174,7 +178,6 @@ class ReplayBuffer:
                 group_size=size,
                 group_index=int(attempt.rpartition("/")[2].partition(".")[0]),
                 tries=tries,
-                deadline=deadline,
                 segments=segments,
             )
             for attempt, group, size, task, tries, segments, _ in rows
@@ -183,9 +186,9 @@ class ReplayBuffer:
 
     def _resumed(self, lease: Lease, blob: memoryview | None) -> Lease:
         try:
-            return replace(lease, partial=unpack(blob)) if blob is not None else lease
+            return replace(lease, partial=unpack(blob or b""))
         except CodecError as error:
-            self.start_over(lease, repr(error))
+            self.start_over(lease, repr(error) if blob is not None else "its checkpoint is not in Redis")
             return lease
 
     def abandon(self, worker: str) -> int:
@@ -193,26 +196,24 @@ class ReplayBuffer:
         return self._run("abandon", worker)
 
     def heartbeat(self, leases: Iterable[Lease], oldest: Mapping[str, int] | None = None) -> list[Lease]:
-        """Extend the leases; returns those still held, with their new deadline. Stop working on the others.
+        """Extend the leases; returns those still held. Stop working on the others.
 
         `oldest` says which version sampled an attempt's oldest token so far: where too_old is "cancel", what is beyond
         the staleness bound is dropped here instead of at its end.
         """
         leases, oldest = list(leases), oldest or {}
-        deadline = time.monotonic() + self._settings.lease_seconds
         rows = [
             [lease.attempt, lease.token, *([oldest[a]] if (a := lease.attempt) in oldest else [])] for lease in leases
         ]
         held = self._run("heartbeat", json.dumps(rows))
-        return [replace(lease, deadline=deadline) for lease, yes in zip(leases, held) if yes]
+        return [lease for lease, yes in zip(leases, held) if yes]
 
     def checkpoint(self, lease: Lease, trajectory: Trajectory) -> bool:
         """Keep what there is so far, for the next try should this one break off; False if the lease is lost."""
         _check_belongs(trajectory, lease)
         partial = self._partial(lease, trajectory)
-        return (
-            self._send([partial], "checkpoint", lease.attempt, lease.token, partial[0], _sampled(trajectory)) == b"ok"
-        )
+        who = (lease.attempt, lease.token)
+        return self._bring([partial], "checkpoint", *who, partial[0], _sampled(trajectory)) == "ok"
 
     def start_over(self, lease: Lease, reason: str) -> None:
         """The lease's partial cannot be continued: the ledger notes it, and the partial goes."""
@@ -266,14 +267,12 @@ class ReplayBuffer:
         Asked again, by any rank, after any crash, it answers the same until `commit`, `rewind` or `withdraw`. An
         attempt that pads its group is there more than once.
         """
-        order, chosen = self._settings.order, "[]"
-        if self._weight is not None:
+        if self._weight is None:
+            answer = self._learn("claim", step, self._settings.order, "[]")
+        elif (answer := self._learn("claim", step, "chosen", "[]")) is None:  # is not made yet
             seed = f"{self._settings.run} {step}"
-            order, chosen = (
-                "chosen",
-                json.dumps(sample(self.candidates(), self._settings.batch_size, self._weight, seed)),
-            )
-        answer = self._run("claim", step, order, chosen)
+            chosen = sample(self.candidates(), self._settings.batch_size, self._weight, seed)
+            answer = self._learn("claim", step, "chosen", json.dumps(chosen))
         if answer == b"committed":
             raise StepCommitted(
                 f"step {step} of run {self._settings.run} is in a durable checkpoint: is there a second learner?"
@@ -298,8 +297,10 @@ class ReplayBuffer:
             try:
                 if blob is None:
                     unreadable[attempt] = "missing"
+                elif (trajectory := unpack(blob, memory)).attempt == attempt:
+                    found[attempt] = trajectory
                 else:
-                    found[attempt] = unpack(blob, memory)
+                    unreadable[attempt] = f"it is of attempt {trajectory.attempt}"
             except CodecError as error:
                 unreadable[attempt] = f"{type(error).__name__}: {error}"
         if unreadable:
@@ -310,25 +311,32 @@ class ReplayBuffer:
         """Some payloads of this step cannot be read: what is corrupt is dropped (rejected) and kept aside, what is
         missing is run again, and the next `claim` makes the step anew. No rank may have trained on it."""
         log.error("step %d is claimed anew without %s", step, dict(unreadable))
-        self._run("withdraw", step, json.dumps(list(unreadable)))
+        self._learn("withdraw", step, json.dumps(list(unreadable)))
 
     def publish(self, version: int, trained_step: int) -> None:
         """`version` is the current policy now: steps up to `trained_step` make room, what became too old is dropped."""
-        self._run("publish", version, trained_step)
+        self._learn("publish", version, trained_step)
 
     def commit(self, step: int) -> None:
         """A durable checkpoint holds every step up to `step`: their attempts are trained, their payloads go."""
-        while self._run("commit", step):
+        while self._learn("commit", step):
             pass
 
     def rewind(self, step: int, recently_trained: Mapping[int, list[str]]) -> int:
         """A learner starts from the checkpoint of `step` (0: none): what was claimed later is ready again.
 
-        `recently_trained` are the manifests of the checkpoint's last two intervals. Redis may have forgotten them. Publish the checkpoint's weights under a `next_version` afterwards.
+        `recently_trained` are the manifests of the checkpoint's last two intervals, which Redis may have forgotten.
+        Publish the checkpoint's weights under a `next_version` afterwards. A learner that was started before, and still
+        lives, gets LearnerReplaced from now on.
         """
         self._drop_torn_transaction()
         self.commit(step)
-        return self._run("rewind", step, json.dumps(recently_trained))
+        back, self._learner = self._run("rewind", step, json.dumps(recently_trained))
+        return back
+
+    def leave(self) -> None:
+        """The learner was asked to stop: should it be killed before its step is done, that was no attempt's fault."""
+        self._run("leave")
 
     def reconcile(
         self, manifests: Mapping[int, list[str]], recently_trained: Mapping[int, list[str]], version: int
@@ -339,7 +347,8 @@ class ReplayBuffer:
         `rewind`. A claim that Redis knows and the learner does not is undone.
         """
         self._drop_torn_transaction()
-        self._run("reconcile", json.dumps(manifests), json.dumps(recently_trained), version)
+        self.commit(max(recently_trained, default=0))
+        self._learn("reconcile", json.dumps(manifests), json.dumps(recently_trained), version)
 
     def next_version(self, at_least: int = 0) -> int:
         """A version id above every one that was issued or published, and above `at_least`."""
@@ -372,7 +381,10 @@ class ReplayBuffer:
                 except CodecError as error:
                     log.error("attempt %s (%s) is not archived: %s", attempt, became, error)
             folder.mkdir(parents=True, exist_ok=True)
-            write_blobs(folder / f"{first:012d}.archive", kept)
+            for unacknowledged in folder.glob(f"*{SUFFIX}"):  # of before a power cut in which Redis forgot it
+                if int(unacknowledged.stem) > first:
+                    unacknowledged.unlink()
+            write_blobs(folder / f"{first:012d}{SUFFIX}", kept)
             self._run("archived", first, json.dumps([payload for _, _, payload in entries]))
             written += len(kept)
 
@@ -393,11 +405,11 @@ class ReplayBuffer:
         answer = self._run("story", attempt)
         return None if answer is None else answer[0].decode() or outcome(answer[2].decode())
 
-    def aside(self) -> dict[str, bytes | None]:
-        """The newest attempts that were poisoned or rejected, with the payload or partial they left (for a week)."""
-        rows = [row.partition("|") for row in json.loads(self._run("stats"))["aside"]]
-        blobs = self._blobs([(row[2], 0) for row in rows])
-        return {row[0]: None if blob is None else bytes(blob) for row, blob in zip(rows, blobs)}
+    def aside(self, attempt: str) -> bytes | None:
+        """The payload or partial of an attempt that was poisoned or rejected; None if it is not kept (any more)."""
+        names = dict(row.split("|", 1) for row in json.loads(self._run("stats"))["aside"])
+        (blob,) = self._blobs([(names.get(attempt, ""), 0)])
+        return None if blob is None else bytes(blob)
 
     def pressed(self) -> bool:
         """Whether Redis is so full that what a checkpoint frees is needed now."""
@@ -436,11 +448,19 @@ class ReplayBuffer:
         is left of them in the file: a later restart would apply that part. Rewriting the file gets rid of it."""
         try:
             self._connection.call("rewrite", lambda r: r.bgrewriteaof())
-        except redis.ResponseError as error:  # it may be forbidden, or under way
+        except (redis.ResponseError, RedisRefused) as error:  # it may be forbidden, or under way
             log.warning("Redis does not rewrite its file (%s); after a power cut run redis-check-aof --fix", error)
 
     def _run(self, transition: str, *args: Any) -> Any:
         return self._send([], transition, *args)
+
+    def _learn(self, transition: str, *args: Any) -> Any:
+        answer = self._run(transition, *args)
+        if answer == b"replaced":
+            raise LearnerReplaced(
+                f"another learner of run {self._settings.run} was started after this one: only one may train it"
+            )
+        return answer
 
     def _send(self, blobs: list[SetCommand], transition: str, *args: Any) -> Any:
         """The transition, and in the same breath before it the blobs that it counts."""
@@ -448,7 +468,7 @@ class ReplayBuffer:
         return self._scripts[transition](
             transition,
             [self._prefix],
-            lambda: [transition, connection.run_id, *args],
+            lambda: [transition, connection.run_id, self._learner, *args],
             [("SET", name, blob, *options) for name, blob, options in blobs],
         )
 
@@ -536,7 +556,7 @@ def _label(task: Task) -> str:
 
 
 def _distribution(flat: list[str]) -> dict[str, dict[float, int]]:
-    """Staleness of trained attempts in flight, in the queue and in all -> versions, or seconds below which -> number."""
+    """Staleness of trained attempts in flight, in the queue, in all -> versions, or seconds below which -> number."""
     found: dict[str, dict[float, int]] = {}
     for name, count in zip(flat[0::2], flat[1::2]):
         which, _, bucket = name.partition("|")

@@ -3,11 +3,13 @@
 import ipaddress
 import re
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from .errors import InsecureRedis
+
+UNVERIFIED = ("ssl_cert_reqs", "ssl_check_hostname")  # of a url: what redis-py checks unless these say otherwise
 
 
 class BufferSettings(BaseModel):
@@ -73,14 +75,21 @@ class BufferSettings(BaseModel):
         parts = urlsplit(self.url)
         if parts.scheme not in ("unix", "redis", "rediss"):
             raise ValueError(f"url must begin with unix://, redis:// or rediss://, not {parts.scheme}://")
-        protected = parts.scheme == "rediss" and parts.password
+        unverified = any(name in UNVERIFIED for name, _ in parse_qsl(parts.query))
+        protected = parts.scheme == "rediss" and parts.password and not unverified
         if not (self.insecure or protected or self.is_local):
             raise InsecureRedis(
-                f"{parts.hostname} is remote, and {parts.scheme}:// without "
-                f"{'a password' if parts.scheme == 'rediss' else 'TLS'} lets its network read and forge trajectories: "
-                "use rediss://user:password@host:port, or set insecure=true if that network is yours alone"
+                f"{parts.hostname} is remote, and {parts.scheme}:// without {_missing(parts.scheme, unverified)} lets "
+                "its network read and forge trajectories: use rediss://user:password@host:port, or set insecure=true "
+                "if that network is yours alone"
             )
         return self
+
+
+def _missing(scheme: str, unverified: bool) -> str:
+    if scheme != "rediss":
+        return "TLS"
+    return "a check of its certificate" if unverified else "a password"
 
 
 def _is_loopback(host: str | None) -> bool:

@@ -99,14 +99,20 @@ def ledger_show(
     save: Annotated[Path | None, typer.Option(help="Write what was kept aside of it to this file.")] = None,
 ) -> None:
     """Print everything that happened to one attempt."""
-    story, aside = _ask(recipe, overrides, lambda buffer: (buffer.story(attempt), buffer.aside() if save else {}))
+    story, stats, blob = _ask(
+        recipe, overrides, lambda buffer: (buffer.story(attempt), buffer.stats(), buffer.aside(attempt))
+    )
     if story is None:
         raise RunFailed(f"there is no attempt {attempt!r} in this run")
     if save:
-        if (blob := aside.get(attempt)) is None:
+        if blob is None:
             raise RunFailed(f"nothing is kept aside of attempt {attempt}: it is {story.state}")
         save.write_bytes(blob)
-    print(json.dumps(asdict(story), indent=2) if as_json else "\n".join(_told(story)))
+    failures = [failure for failure in stats["failures"] if failure["attempt"] == attempt]
+    if as_json:
+        print(json.dumps({**asdict(story), "failures": failures}, indent=2))
+    else:
+        print("\n".join([*_told(story), *(f"  try {f['tries']}: {f['reason']} {f['detail']}" for f in failures)]))
 
 
 @doctor_app.command("mismatch")

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from ..buffer import BufferSettings, ReplayBuffer, Trajectory, Unreadable, WeightLedger, write_archive
+from ..buffer import BufferError, BufferSettings, ReplayBuffer, Trajectory, Unreadable, WeightLedger, write_archive
 from . import checkpoint, metrics, ranks
 from .model import Critic, Policy
 from .optimization import Trainee, Update
@@ -106,7 +106,6 @@ class Run:
         self.config, self.settings = config, config.learner
         ranks.start(self.settings.parallel, self.settings.seed)
         self._stop = threading.Event()
-        signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
         config.run_dir.mkdir(parents=True, exist_ok=True)
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.settings.dtype]
         self.policy = Trainee(Policy(config.model, dtype), self.settings.policy)
@@ -114,6 +113,7 @@ class Run:
         self.progress = Progress()
         self.weights = WeightLedger(config.buffer)
         self.buffer = ReplayBuffer(config.buffer, on_restart=self._reconcile)
+        signal.signal(signal.SIGTERM, lambda *_: self._leave())
         self._refused_in_a_row = 0
         self._resume()
         self._recorded = time.monotonic()
@@ -160,12 +160,16 @@ class Run:
             pressed = ranks.is_first() and ids is None and self.buffer.pressed()
             ids, stop, pressed = ranks.agree((ids, self._stop.is_set(), pressed))
             if stop:
+                if ids is not None and ranks.is_first():
+                    self.buffer.withdraw(step, {})  # nobody has read it
                 return None
             if ids is not None:
                 return ids
             if pressed and self.progress.claimed > self.progress.committed:
                 log.warning("Redis is nearly full: checkpointing now, to free what is trained")
                 self.checkpoint()
+            elif pressed:
+                self._archive()
             if (waited := time.monotonic() - begun) > self.settings.claim_seconds:
                 raise TimeoutError(
                     f"no batch of {self.config.buffer.batch_size} groups became ready in {waited:.0f} s: "
@@ -247,9 +251,24 @@ class Run:
         checkpoint.save(self.config.run_dir, progress.saved, self._trainees(), asdict(saved))
         if ranks.is_first():
             self.buffer.commit(progress.claimed)
-            if self.config.buffer.archive:
-                self.buffer.archive(self.config.run_dir / "archive")
+            self._archive()
         progress.committed, progress.manifests = progress.claimed, known
+
+    def _leave(self) -> None:
+        """Asked to stop. The step may take longer than whoever asked will wait."""
+        self._stop.set()
+        if ranks.is_first():
+            threading.Thread(target=self._say_so, daemon=True).start()  # a signal may come within a call to Redis
+
+    def _say_so(self) -> None:
+        try:
+            self.buffer.leave()
+        except BufferError as error:
+            log.warning("Redis was not told that the learner leaves: %s", error)
+
+    def _archive(self) -> None:
+        if self.config.buffer.archive and ranks.is_first():
+            self.buffer.archive(self.config.run_dir / "archive")
 
     def _send_weights(self, at_least: int) -> float:
         progress = self.progress

@@ -16,6 +16,7 @@ function transitions.create(index, size, tasks)
       'source', source, 'alive', table.concat(members, ','))
     redis.call('SADD', key.active, group)
     for _, member in ipairs(members) do create(group .. '/' .. member, group) end
+    if redis.call('HEXISTS', group_key(group), 'over') == 1 then settle(group) end -- the learner knows it already
   end
   if wanted > 0 then
     set_control('next_index', index + wanted)

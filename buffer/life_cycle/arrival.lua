@@ -1,5 +1,16 @@
 -- Arrival: what workers send of an attempt, on the way or at its end: leased -> ready
 
+-- A blob is sent expiring, ahead of the transition that counts it; from then on it stays.
+local function arrived(...)
+  if redis.call('EXISTS', ...) < select('#', ...) then return false end
+  for _, blob in ipairs({ ... }) do redis.call('PERSIST', blob) end
+  return true
+end
+
+local function too_late(payload) -- counted once, however often it is sent
+  if redis.call('UNLINK', payload) == 1 then redis.call('HINCRBY', key.control, 'late', 1) end
+end
+
 local function keep_partial(attempt, partial, sampled)
   if attempt.partial ~= partial then unlink(attempt.partial) end
   redis.call('HSET', attempt_key(attempt.id), 'partial', partial, 'sampled', sampled)
@@ -17,6 +28,7 @@ function transitions.checkpoint(id, token, partial, sampled)
     forget_unless_used(id, partial)
     return 'gone'
   end
+  if not arrived(partial) then return 'resend' end
   keep_partial(attempt, partial, sampled)
   return 'ok'
 end
@@ -38,11 +50,10 @@ function transitions.complete(id, token, payload, ...)
     return 'duplicate'
   end
   if not (attempt and attempt.token == token) then
-    unlink(payload)
-    redis.call('HINCRBY', key.control, 'late', 1)
+    too_late(payload)
     return 'gone'
   end
-  if redis.call('PERSIST', payload) == 0 then return 'resend' end
+  if not arrived(payload) then return 'resend' end
   unlink(attempt.partial)
   redis.call('HDEL', attempt_key(id), 'token', 'partial', 'sampled')
   come_home(attempt, payload, { ... })
@@ -60,12 +71,11 @@ function transitions.segment(id, token, number, payload, partial, sampled, ...)
     return 'duplicate'
   end
   if not attempt or tonumber(number) <= attempt.segments then
-    unlink(payload)
+    too_late(payload)
     forget_unless_used(id, partial)
-    redis.call('HINCRBY', key.control, 'late', 1)
     return attempt and 'duplicate' or 'gone'
   end
-  if redis.call('PERSIST', payload) == 0 then return 'resend' end
+  if not arrived(payload, partial) then return 'resend' end
   note(attempt, 'g' .. number, 'segments', number)
   keep_partial(attempt, partial, sampled)
   redis.call('HSET', group_key(group), 'size', 1, 'label', attempt.label, 'source', attempt.source, 'alive', '0')

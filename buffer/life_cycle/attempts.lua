@@ -15,10 +15,10 @@
 -- Redis makes a script's functions and tables anew at each call, so the caller has written into the text what never
 -- changes: the run's name for {run}, and ahead of this file a table with its settings, `rules`.
 --
--- KEYS[1] = "{run}:"    ARGV = transition, Redis' run id ('' if the caller does not know it yet), then the transition's own
--- arguments
+-- KEYS[1] = "{run}:"    ARGV = transition, Redis' run id ('' if the caller does not know it yet), the caller's number if it
+-- is a learner (else ''), then the transition's own arguments
 
-local server = ARGV[2]
+local server, learner = ARGV[2], ARGV[3]
 
 -- Key names: here and nowhere else. The names of payloads and partials come from the caller and are kept in the attempt.
 
@@ -32,12 +32,13 @@ local key = {
   ready = '{run}:ready',              -- ZSET    attempt -> ms when it came home
   claimed = '{run}:claimed',          -- ZSET    attempt -> the last learner step that claimed it
   complete = '{run}:complete',        -- ZSET    group whose every member is home -> score(oldest sampled version, index)
-  offers = '{run}:offers',            -- HASH    such a group -> source|attempt,attempt,...
+  offers = '{run}:offers',            -- HASH    such a group -> attempt,attempt,...|source
   pieces = '{run}:pieces',            -- ZSET    such a group that belongs to an episode in segments -> their order
   active = '{run}:active',            -- SET     groups that hold a place under the staleness bound
   manifests = '{run}:manifests',      -- HASH    learner step -> JSON: step, ids, version, at (ms)
   unborn = '{run}:unborn',            -- HASH    attempt a learner claimed before Redis forgot its creation -> step
   names = '{run}:names',              -- HASH    worker or task source -> its number in stories
+  trials = '{run}:trials',            -- HASH    worker -> the attempt on its last chance that it was last leased
   failures = '{run}:failures',        -- LIST    the last infrastructure failures, newest first
   aside = '{run}:aside',              -- LIST    <attempt>|<payload> of what was poisoned or rejected, newest first
   outbox = '{run}:outbox',            -- LIST    <attempt>|<outcome>|<payload> of what is to be archived, oldest first
@@ -165,14 +166,14 @@ end
 
 -- Attempts: loaded, moved between states, finished
 
--- source, label (of the task, in stories), token, worker, payload, partial, oldest, newest, reward, tokens, home, home_at,
--- began, sampled (the partial's oldest version), segments, failures, crashes, used, story, told
 local function steps_in(list)
   local steps = {}
   for step in string.gmatch(list or '', '%d+') do steps[#steps + 1] = tonumber(step) end
   return steps
 end
 
+-- source, label (of the task, in stories), token, worker, payload, partial, oldest, newest, reward, tokens, home, home_at,
+-- began, sampled (the partial's oldest version), segments, failures, crashes, used, story, told
 local function load(id)
   local flat = redis.call('HGETALL', attempt_key(id))
   if #flat == 0 then return nil end

@@ -33,6 +33,11 @@ local function depart(attempt)
   end
 end
 
+-- A durable checkpoint holds a member of it; what is left is for settle().
+local function over(group)
+  if redis.call('EXISTS', group_key(group)) == 1 then redis.call('HSET', group_key(group), 'over', 1) end
+end
+
 -- A learner may have claimed or even trained it before a restart in which Redis forgot that it had been created.
 local function create(id, group)
   local label, source = unpack(redis.call('HMGET', group_key(group), 'label', 'source'))
@@ -42,7 +47,8 @@ local function create(id, group)
   if foretold then
     redis.call('HSET', history_key(id), id, label .. ' ' .. foretold)
     count('trained', source, 1)
-    return depart(attempt)
+    depart(attempt)
+    return over(group)
   end
   note(attempt, 'q' .. seconds(now()), 'source', source, 'label', label)
   local step = redis.call('HGET', key.unborn, id)
@@ -55,10 +61,10 @@ local function retire(attempt, from, outcome, event)
   depart(attempt)
 end
 
--- A durable checkpoint holds it. With one member its group is over: see settle().
+-- A durable checkpoint holds it.
 local function graduate(attempt, from, event)
   retire(attempt, from, 'trained', event)
-  if redis.call('EXISTS', group_key(attempt.group)) == 1 then redis.call('HSET', group_key(attempt.group), 'over', 1) end
+  over(attempt.group)
 end
 
 -- Dropped, unless a learner step has used it (max_uses allows several): then it waits for the commit of the last such
@@ -86,7 +92,7 @@ end
 local function offer(group, oldest, segments)
   local ids, home = group.alive, #group.alive
   for i = home + 1, group.size do ids[i] = ids[(i - 1) % home + 1] end
-  redis.call('HSET', key.offers, group.id, group.source .. '|' .. table.concat(ids, ','))
+  redis.call('HSET', key.offers, group.id, table.concat(ids, ',') .. '|' .. group.source)
   redis.call('ZADD', key.complete, score(oldest, index_of(group.id)), group.id)
   local segment = segment_of(group.id) or segments and 65535 -- the last
   if segment then redis.call('ZADD', key.pieces, index_of(group.id) * 65536 + segment, group.id) end

@@ -31,10 +31,19 @@ local function distinct(items, name)
   return found
 end
 
+local function set(items)
+  local found = {}
+  for _, item in ipairs(items) do found[item] = true end
+  return found
+end
+
+-- A learner that was started after this one has put back what this one trains on.
+local function replaced() return learner ~= '' and tonumber(learner) < control('learner') end
+
 -- What is too old to be claimed goes.
 local function evict_stale()
   local newest = score(oldest_allowed(), 0) - 1
-  for _, group in ipairs(redis.call('ZRANGE', key.complete, '-inf', newest, 'BYSCORE', 'LIMIT', 0, 1024)) do
+  for _, group in ipairs(redis.call('ZRANGE', key.complete, '-inf', newest, 'BYSCORE')) do
     withdraw_offer(group)
     let_group_go(group, 'stale')
   end
@@ -57,7 +66,6 @@ end
 
 -- Of an episode that comes home in segments the earlier ones are taken first, whatever the order.
 local function in_order(groups)
-  if redis.call('ZCARD', key.pieces) == 0 then return groups end
   local taken = {}
   for i, group in ipairs(groups) do
     if redis.call('ZSCORE', key.pieces, group) then
@@ -76,14 +84,17 @@ function transitions.claim(step, order, chosen)
   local made = redis.call('HGET', key.manifests, step)
   if made then return made end
   if tonumber(step) <= control('committed') then return 'committed' end
+  if replaced() then return 'replaced' end
   evict_stale()
   local groups = choose(order, chosen)
   if #groups < rules.batch_size then return false end
-  groups = in_order(groups)
+  local in_pieces = redis.call('ZCARD', key.pieces) > 0
+  if in_pieces then groups = in_order(groups) end
   local ids, ranked, seen, taken = {}, {}, {}, {}
   for _, offered in ipairs(redis.call('HMGET', key.offers, unpack(groups))) do
-    local source, list = string.match(offered, '^(.*)|(.*)$')
-    for id in string.gmatch(list, '[^,]+') do
+    local bar = string.find(offered, '|', 1, true)
+    local source = string.sub(offered, bar + 1)
+    for id in string.gmatch(string.sub(offered, 1, bar - 1), '[^,]+') do
       ids[#ids + 1] = id
       if not seen[id] then
         seen[id] = true
@@ -100,7 +111,7 @@ function transitions.claim(step, order, chosen)
   end
   in_slices('ZREM', key.complete, groups)
   in_slices('HDEL', key.offers, groups)
-  in_slices('ZREM', key.pieces, groups)
+  if in_pieces then in_slices('ZREM', key.pieces, groups) end
   in_slices('ZREM', key.ready, ids)
   in_slices('ZADD', key.claimed, ranked)
   return keep_manifest({ step = tonumber(step), ids = ids, version = control('version'), at = now() })
@@ -112,7 +123,7 @@ local function offer_again(manifest)
   for _, id in ipairs(distinct(manifest.ids)) do
     local attempt = load(id)
     local state, step = where(id)
-    if state == 'claimed' and step == manifest.step and #attempt.used < rules.max_uses then
+    if state == 'claimed' and step == manifest.step and #attempt.used < rules.max_uses and attempt.payload then
       move(attempt, 'claimed', 'ready', attempt.home_at)
     end
   end
@@ -121,6 +132,7 @@ end
 
 function transitions.publish(version, trained_step)
   pass_when_full()
+  if replaced() then return 'replaced' end
   raise_to('version', tonumber(version))
   for _, step in ipairs(steps_from(control('trained') + 1)) do
     if step <= tonumber(trained_step) then
@@ -134,30 +146,23 @@ function transitions.publish(version, trained_step)
   ring()
 end
 
-local function has(items, item)
-  for _, other in ipairs(items) do
-    if other == item then return true end
-  end
-  return false
-end
-
 -- A durable checkpoint holds its gradient. If Redis forgot the attempt, create() will find here what became of it; if it
--- forgot the claim, the manifest is only a step. Answers whether a payload went with it: one that is to be used again,
--- or is in use, stays.
-local function train(id, manifest)
+-- forgot the claim, there is no manifest. Answers whether a payload went with it: one that is to be used again, or is in
+-- use, stays.
+local function train(id, step, manifest)
   redis.call('HDEL', key.unborn, id)
-  local attempt, event = load(id), 't' .. manifest.step
+  local attempt, event = load(id), 't' .. step
   if not attempt then
     redis.call('HSETNX', history_key(id), id, event)
     return false
   end
   local state, rank = where(id)
-  if manifest.version then
-    tell(attempt, 'c' .. manifest.step .. '.' .. manifest.version, manifest.at)
+  if manifest then
+    tell(attempt, 'c' .. step .. '.' .. manifest.version, manifest.at)
     measure(attempt, manifest)
     event = 't'
   end
-  if has(attempt.used, manifest.step) and not (state == 'claimed' and rank == manifest.step) then
+  if set(attempt.used)[step] and not (state == 'claimed' and rank == step) then
     note(attempt, '')
     return false
   end
@@ -168,7 +173,7 @@ end
 -- What the learner's newest checkpoints say was trained: manifests by step.
 local function believe(trained)
   for step, ids in pairs(trained) do
-    for _, id in ipairs(distinct(ids)) do train(id, { step = tonumber(step) }) end
+    for _, id in ipairs(distinct(ids)) do train(id, tonumber(step)) end
     for _, group in ipairs(distinct(ids, group_of)) do settle(group) end
   end
 end
@@ -177,6 +182,7 @@ end
 -- call takes a slice of 64 and answers 1 while there is more.
 function transitions.commit(step)
   pass_when_full()
+  if replaced() then return 'replaced' end
   raise_to('committed', tonumber(step))
   local slice = 64
   for _, made in ipairs(steps_from(0)) do
@@ -185,11 +191,12 @@ function transitions.commit(step)
       local ids = distinct(manifest.ids)
       for i, id in ipairs(ids) do
         if slice == 0 then
-          manifest.ids = { unpack(ids, i) }
+          manifest.ids = {}
+          for rest = i, #ids do manifest.ids[#manifest.ids + 1] = ids[rest] end
           keep_manifest(manifest)
           return 1
         end
-        if train(id, manifest) then slice = slice - 1 end
+        if train(id, made, manifest) then slice = slice - 1 end
         settle(group_of(id))
       end
       redis.call('HDEL', key.manifests, made)
@@ -238,6 +245,7 @@ end
 -- A payload of this step cannot be read: it is kept aside, what is missing is run again, and the step is claimed anew.
 function transitions.withdraw(step, unreadable)
   pass_when_full()
+  if replaced() then return 'replaced' end
   local manifest = manifest_of(step)
   if not manifest then return end
   unclaim(manifest)
@@ -248,15 +256,24 @@ function transitions.withdraw(step, unreadable)
 end
 
 -- A learner starts from the checkpoint that holds every step up to `step`; the caller has committed up to there. The
--- step it died in, if it did, is the first that was not published as trained.
+-- step that its predecessor died in, if it did, is the first that was not published as trained. Answers how many
+-- attempts are back, and the learner's number.
 function transitions.rewind(step, recently_trained)
   pass_when_full()
   believe(cjson.decode(recently_trained))
   set_control('committed', step)
-  local back, steps, trained = 0, steps_from(0), control('trained')
-  for i = #steps, 1, -1 do back = back + unclaim(manifest_of(steps[i]), steps[i] > trained) end
+  local back, steps, trained, asked = 0, steps_from(0), control('trained'), control('leaving') == 1
+  for i = #steps, 1, -1 do back = back + unclaim(manifest_of(steps[i]), steps[i] > trained and not asked) end
   set_control('trained', step)
-  return back
+  set_control('leaving', 0)
+  set_control('learner', control('learner') + 1)
+  return { back, control('learner') }
+end
+
+-- The learner was asked to stop. Should it be killed before its step is done, nobody's attempt is to blame.
+function transitions.leave()
+  pass_when_full()
+  set_control('leaving', 1)
 end
 
 -- Redis came back and may have lost its last second: the living learner's manifests are the truth. What Redis claimed
@@ -265,6 +282,8 @@ function transitions.reconcile(learner_manifests, recently_trained, version)
   pass_when_full()
   raise_to('version', tonumber(version))
   raise_to('issued', tonumber(version))
+  if learner ~= '' then raise_to('learner', tonumber(learner)) end
+  if replaced() then return 'replaced' end
   believe(cjson.decode(recently_trained))
   local truth, order = {}, {}
   for step, ids in pairs(cjson.decode(learner_manifests)) do
@@ -274,19 +293,20 @@ function transitions.reconcile(learner_manifests, recently_trained, version)
   table.sort(order)
   local known, steps = {}, steps_from(0)
   for i = #steps, 1, -1 do
-    local manifest, undone = manifest_of(steps[i]), {}
+    local manifest, undone, mine = manifest_of(steps[i]), {}, set(truth[steps[i]] or {})
     for _, id in ipairs(manifest.ids) do
-      if not has(truth[steps[i]] or {}, id) then undone[#undone + 1] = id end
+      if not mine[id] then undone[#undone + 1] = id end
     end
     known[steps[i]] = manifest
     unclaim({ step = steps[i], ids = undone, version = manifest.version, at = manifest.at })
   end
   for _, step in ipairs(order) do
     local before = known[step] or { ids = {}, version = control('version'), at = now() }
+    local claimed = set(before.ids)
     keep_manifest({ step = step, ids = truth[step], version = before.version, at = before.at })
     for _, id in ipairs(distinct(truth[step])) do
       local attempt = load(id)
-      if attempt and not has(before.ids, id) then
+      if attempt and not claimed[id] then
         withdraw_offer(attempt.group)
         mark(attempt, step, true)
         redis.call('HDEL', attempt_key(id), 'token')

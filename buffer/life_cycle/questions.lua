@@ -4,6 +4,7 @@ function transitions.version() return control('version') end
 
 -- What is known of an attempt: its state or '' if it is finished, its rank there, then its fields or its history.
 function transitions.story(id)
+  if not string.match(id, '^%d+:?%d*/%d+%.?%d*$') then return false end
   local state, rank = where(id)
   local fields = state and redis.call('HGETALL', attempt_key(id)) or redis.call('HGET', history_key(id), id)
   if not fields then return false end
@@ -26,15 +27,15 @@ end
 function transitions.candidates()
   local rows, time = {}, now()
   for _, group in ipairs(redis.call('ZRANGE', key.complete, score(oldest_allowed(), 0), '+inf', 'BYSCORE')) do
-    local ids, oldest, reward, tokens, uses, since = alive(group), math.huge, 0, 0, 0, 0
+    local found = load_group(group)
+    local ids, oldest, reward, tokens, uses, since = found.alive, math.huge, 0, 0, 0, 0
     for _, id in ipairs(ids) do
       local attempt = load(id)
       oldest, since = math.min(oldest, tonumber(attempt.oldest)), math.max(since, tonumber(attempt.home_at))
       reward, tokens = reward + tonumber(attempt.reward) / #ids, tokens + tonumber(attempt.tokens)
       uses = math.max(uses, #attempt.used)
     end
-    local source = redis.call('HGET', group_key(group), 'source')
-    rows[#rows + 1] = { group, source, oldest, reward, tokens, uses, time - since }
+    rows[#rows + 1] = { group, found.source, oldest, reward, tokens, uses, time - since }
   end
   return cjson.encode(rows)
 end

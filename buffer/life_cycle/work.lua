@@ -23,6 +23,17 @@ local function forget_partial(attempt)
   attempt.partial = nil
 end
 
+-- An attempt on its last chance is leased only to a worker without another such: should the worker die again, it takes
+-- no others with it.
+local function may_try(attempt, worker)
+  if attempt.crashes == 0 or attempt.crashes < rules.max_tries - 1 then return true end
+  local other = redis.call('HGET', key.trials, worker)
+  local running = other and redis.call('HMGET', attempt_key(other), 'worker', 'token')
+  if running and running[1] == worker and running[2] then return false end
+  redis.call('HSET', key.trials, worker, attempt.id)
+  return true
+end
+
 function transitions.lease(worker, wanted, token)
   local answered = redis.call('GET', answer_key(token))
   if answered then return answered end
@@ -31,17 +42,20 @@ function transitions.lease(worker, wanted, token)
     forgive_outage(time)
     take_back_expired(time)
   end
-  for _, id in ipairs(redis.call('ZRANGE', key.queued, 0, wanted - 1)) do
+  for _, id in ipairs(redis.call('ZRANGE', key.queued, 0, -1)) do
+    if #leases == tonumber(wanted) then break end
     local attempt = load(id)
-    if attempt.partial and tonumber(attempt.sampled) < oldest_allowed() then
-      forget_partial(attempt) -- too old to be claimed whatever follows: start over
-      tell(attempt, 's')
+    if may_try(attempt, worker) then
+      if attempt.partial and tonumber(attempt.sampled) < oldest_allowed() then
+        forget_partial(attempt) -- too old to be claimed whatever follows: start over
+        tell(attempt, 's')
+      end
+      note(attempt, 'l' .. number_of(worker), 'token', token, 'worker', worker, 'began', attempt.began or time)
+      move(attempt, 'queued', 'leased', time + rules.lease_ms)
+      local size, task = unpack(redis.call('HMGET', group_key(attempt.group), 'size', 'task'))
+      leases[#leases + 1] = { id, attempt.group, tonumber(size), task, attempt.failures + attempt.crashes + 1,
+        attempt.segments, attempt.partial or '' }
     end
-    note(attempt, 'l' .. number_of(worker), 'token', token, 'worker', worker, 'began', attempt.began or time)
-    move(attempt, 'queued', 'leased', time + rules.lease_ms)
-    local size, task = unpack(redis.call('HMGET', group_key(attempt.group), 'size', 'task'))
-    leases[#leases + 1] = { id, attempt.group, tonumber(size), task, attempt.failures + attempt.crashes + 1,
-      attempt.segments, attempt.partial or '' }
   end
   if #leases == 0 then return '[]' end
   local answer = cjson.encode(leases)

@@ -9,8 +9,22 @@ from pathlib import Path
 
 import pytest
 import redis
-from argosy.buffer import Balance, Candidate, Lease, ReplayBuffer, Task, Trajectory, Unreadable, read_archive, unpack
-from argosy.buffer.errors import StepCommitted
+from argosy.buffer import (
+    Balance,
+    BufferSettings,
+    Candidate,
+    Lease,
+    RedisUnavailable,
+    ReplayBuffer,
+    Task,
+    Trajectory,
+    Unreadable,
+    read_archive,
+    unpack,
+)
+from argosy.buffer.errors import LearnerReplaced, StepCommitted
+
+from .conftest import RedisServer
 
 MakeBuffer = Callable[..., ReplayBuffer]
 TaskOf = Callable[[int], Task]
@@ -172,8 +186,7 @@ def test_heartbeat_extends_a_lease(make_buffer: MakeBuffer, task: TaskOf) -> Non
     kept, lost = buffer.lease("actor-0", 2)
     for _ in range(4):
         time.sleep(0.4)
-        (beat,) = buffer.heartbeat([kept])
-        assert beat.deadline > kept.deadline
+        assert buffer.heartbeat([kept]) == [kept]
     assert [lease.attempt for lease in buffer.lease("actor-1", 2)] == [lost.attempt]
     assert buffer.heartbeat([lost]) == []
 
@@ -264,10 +277,100 @@ def test_an_attempt_that_kills_the_learner_is_poisoned_and_kept_aside(
         buffer.publish(buffer.next_version(), trained_step=1)
     assert buffer.claim(2) is None
     assert [buffer.state("0/0"), buffer.state("1/0")] == ["claimed", "dropped:poisoned"]
-    (attempt, blob), *rest = buffer.aside().items()
-    assert (attempt, rest) == ("1/0", [])
+    blob = buffer.aside("1/0")
     assert blob is not None and unpack(blob) == bring(leases[1], 0)
+    assert (buffer.aside("0/0"), buffer.stats()["aside"]) == (None, ["1/0"])
     assert buffer.ledger().balanced
+
+
+def test_a_learner_that_was_asked_to_stop_blames_nobody(make_buffer: MakeBuffer, task: TaskOf, bring: Bring) -> None:
+    buffer = make_buffer(batch_size=1, max_tries=1)
+    buffer.put_tasks(task, 1)
+    (lease,) = buffer.lease("actor-0", 1)
+    buffer.complete(lease, bring(lease))
+    buffer.claim(1)
+    buffer.leave()
+    assert buffer.rewind(0, {}) == 1
+    assert buffer.claim(1) == ["0/0"]
+    buffer.rewind(0, {})
+    assert buffer.state("0/0") == "dropped:poisoned"
+
+
+def test_a_learner_that_was_replaced_is_told(make_buffer: MakeBuffer, task: TaskOf, bring: Bring) -> None:
+    old, new = make_buffer(batch_size=1), make_buffer(batch_size=1)
+    old.rewind(0, {})
+    old.put_tasks(task, 2)
+    for lease in old.lease("actor-0", 2):
+        old.complete(lease, bring(lease))
+    assert old.claim(1) == ["0/0"]
+    new.rewind(0, {})
+    for call in (
+        lambda: old.claim(1),
+        lambda: old.publish(1, 1),
+        lambda: old.commit(1),
+        lambda: old.withdraw(1, {}),
+        lambda: old.reconcile({1: ["0/0"]}, {}, 1),
+    ):
+        with pytest.raises(LearnerReplaced, match="only one may train it"):
+            call()
+    assert new.claim(1) == ["0/0"]
+
+
+def test_an_attempt_on_its_last_chance_takes_no_others_with_it(
+    make_buffer: MakeBuffer, task: TaskOf, redis_url: str, run_name: str
+) -> None:
+    buffer = make_buffer(batch_size=4, max_tries=3)
+    buffer.put_tasks(task, 4)
+    for _ in range(2):
+        assert len(buffer.lease("actor-0", 4)) == 4
+        buffer.abandon("actor-0")
+    assert len(buffer.lease("actor-0", 4)) == 1
+    assert buffer.lease("actor-0", 4) == []
+    (second,) = buffer.lease("actor-1", 4)
+    buffer.abandon("actor-0")
+    buffer.release(second)
+    assert [buffer.state(f"{i}/0") for i in range(4)] == ["dropped:poisoned", "queued", "queued", "queued"]
+    assert len(buffer.lease("actor-0", 4)) == 1
+
+
+def test_a_lease_asked_for_again_is_the_same(make_buffer: MakeBuffer, task: TaskOf) -> None:
+    buffer = make_buffer()
+    buffer.put_tasks(task, 4)
+    first = buffer.lease("actor-0", 2, "token")
+    assert buffer.lease("actor-0", 2, "token") == first
+    assert [lease.attempt for lease in buffer.lease("actor-0", 2)] == ["2/0", "3/0"]
+
+
+def test_a_checkpoint_that_did_not_arrive_leaves_the_one_before(
+    redis_server: RedisServer, task: TaskOf, bring: Bring, make_settings: Callable[..., BufferSettings]
+) -> None:
+    buffer = ReplayBuffer(make_settings(url=redis_server.url, patience_seconds=0.3))
+    buffer.put_tasks(task, 1)
+    (lease,) = buffer.lease("actor-0", 1)
+    assert buffer.checkpoint(lease, bring(lease, 0, length=6))
+    client = redis_server.client()
+    client.config_set("maxmemory", client.info("memory")["used_memory"] + 1)
+    with pytest.raises(RedisUnavailable, match="is full"):
+        buffer.checkpoint(lease, bring(lease, 0, length=100_000))
+    client.config_set("maxmemory", 0)
+    buffer.release(lease)
+    (heir,) = buffer.lease("actor-0", 1)
+    assert heir.partial == bring(lease, 0, length=6)
+
+
+def test_a_step_larger_than_what_lua_passes_at_once(make_buffer: MakeBuffer, task: TaskOf) -> None:
+    buffer = make_buffer(batch_size=512, group_size=16)
+    ids = [f"{group}/{member}" for group in range(512) for member in range(16)]
+    buffer.put_tasks(task, 512)
+    buffer.reconcile({1: ids}, {}, 1)
+    assert buffer.ledger().live["claimed"] == 8192
+    buffer.commit(1)
+    ledger = buffer.ledger()
+    assert (ledger.trained, ledger.balanced) == (8192, True)
+
+
+def test_an_id_that_is_none_is_no_attempt(make_buffer: MakeBuffer) -> None:
+    assert [make_buffer().state(name) for name in ("17", "x/0", "17/", "17/0/0", "")] == [None] * 5
 
 
 def test_what_cannot_be_read_is_withdrawn_and_the_step_made_anew(
@@ -292,7 +395,7 @@ def test_what_cannot_be_read_is_withdrawn_and_the_step_made_anew(
     }
     buffer.withdraw(1, raised.value.reasons)
     assert [buffer.state(f"{i}/0") for i in range(4)] == ["dropped:rejected", "queued", "ready", "ready"]
-    assert list(buffer.aside()) == ["0/0"]
+    assert buffer.stats()["aside"] == ["0/0"]
     assert buffer.claim(1) is None
     (again,) = buffer.lease("actor-1", 1)
     assert (again.attempt, again.tries) == ("1/0", 1)  # it was not to blame
