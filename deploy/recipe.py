@@ -206,11 +206,9 @@ def _over(base: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in data.items():
         below = base.get(key)
-        together = isinstance(value, dict) and isinstance(below, dict)
-        if together and value.get("name", below.get("name")) == below.get("name"):
-            merged[key] = _over(below, value)
-        else:
-            merged[key] = value
+        if isinstance(value, dict) and isinstance(below, dict) and value.get("name") in (None, below.get("name")):
+            value = _over(below, value)
+        merged[key] = value
     return merged
 
 
