@@ -282,7 +282,7 @@ class ReplayBuffer:
     def candidates(self) -> list[Candidate]:
         """What can be claimed now, oldest first."""
         rows = json.loads(self._run("candidates"))
-        return [Candidate(*facts, waiting / 1000) for *facts, waiting in rows]
+        return [Candidate(*facts) for facts in rows]
 
     def get(self, ids: list[str]) -> list[Trajectory]:
         """The trajectories of these attempts, in this order. Unreadable names those whose payload is missing or

@@ -22,8 +22,8 @@ function transitions.payloads(ids)
   return found
 end
 
--- What can be claimed now, oldest first: a row of group, source, oldest version, mean reward, tokens, uses and the ms
--- for which it has been waiting.
+-- What can be claimed now, oldest first: a row of group, source, oldest version, mean reward, tokens, uses and the
+-- seconds for which it has been waiting.
 function transitions.candidates()
   local rows, time = {}, now()
   for _, group in ipairs(redis.call('ZRANGE', key.complete, score(oldest_allowed(), 0), '+inf', 'BYSCORE')) do
@@ -35,7 +35,7 @@ function transitions.candidates()
       reward, tokens = reward + tonumber(attempt.reward) / #ids, tokens + tonumber(attempt.tokens)
       uses = math.max(uses, #attempt.used)
     end
-    rows[#rows + 1] = { group, found.source, oldest, reward, tokens, uses, time - since }
+    rows[#rows + 1] = { group, found.source, oldest, reward, tokens, uses, (time - since) / 1000 }
   end
   return cjson.encode(rows)
 end
