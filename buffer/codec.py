@@ -255,7 +255,7 @@ def _join(others: Any, columns: "_Columns", memory: Memory) -> Trace:
         versions=versions,
         rewards=list(zip(positions, values)),
         turns=Turns(starts, ends, said_by, voices, seconds),
-        parent=fields.take("parent", int | None),
+        parent=fields.take("parent", int | None),  # type: ignore[arg-type]
         kind=fields.take("kind", str),
     )
 

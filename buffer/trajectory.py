@@ -67,14 +67,13 @@ class Turns(Sequence[Turn]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return Turns(self.starts[index], self.ends[index], self.said_by[index], self.voices, self.seconds[index])
-        voice = self.voices[self.said_by[index]]
-        return Turn(int(self.starts[index]), int(self.ends[index]), *voice, float(self.seconds[index]))
+        role, tool = self.voices[self.said_by[index]]
+        return Turn(int(self.starts[index]), int(self.ends[index]), role, tool, float(self.seconds[index]))
 
     def __iter__(self) -> Iterator[Turn]:
-        roles, tools = ([voice[i] for voice in self.voices] for i in range(2))
-        said_by = self.said_by.tolist()
-        columns = (self.starts.tolist(), self.ends.tolist(), map(roles.__getitem__, said_by))
-        return map(Turn, *columns, map(tools.__getitem__, said_by), self.seconds.tolist())
+        voices = map(self.voices.__getitem__, self.said_by.tolist())
+        columns = zip(self.starts.tolist(), self.ends.tolist(), voices, self.seconds.tolist())
+        return (Turn(start, end, role, tool, seconds) for start, end, (role, tool), seconds in columns)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)

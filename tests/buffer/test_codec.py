@@ -15,6 +15,7 @@ import zstandard
 from argosy.buffer import CodecError, InvalidTrajectory, Task, Trace, Trajectory, Turn, pack, unpack
 from argosy.buffer.codec import COMPRESS_ABOVE, MAX_ITEMS, MAX_RATIO, check
 from argosy.buffer.errors import CorruptBlob, MalformedBlob, NewerSchema, TruncatedBlob
+from argosy.buffer.memory import Memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -173,6 +174,27 @@ def test_an_uncompressed_blob_is_read_in_place() -> None:
     blob = pack(SMALL)
     tokens = unpack(blob).traces[0].tokens
     assert np.shares_memory(tokens, np.frombuffer(blob, np.uint8)) and tokens.flags.aligned
+
+
+def test_a_batch_is_read_into_one_piece_of_memory() -> None:
+    blob, memory = pack(long_one()), Memory(1 << 22)
+    first = memory.take(1, np.uint8)
+    trace = unpack(memoryview(blob), memory).traces[0]
+    last = memory.take(1, np.uint8)
+    within = range(first.ctypes.data, last.ctypes.data)
+    assert all(x.ctypes.data in within for x in (trace.sampled, trace.logprobs, trace.versions))
+    assert unpack(blob, Memory(1)) == unpack(blob) == long_one()  # what does not fit lies elsewhere
+    assert len(memory.take(1 << 22, np.uint8)) == 1 << 22
+
+
+def test_turns_are_read_like_a_list() -> None:
+    turns = unpack(pack(long_one())).traces[0].turns
+    written = list(long_one().traces[0].turns)
+    assert len(turns) == len(written) > 2 and list(turns) == written == turns
+    assert [turns[0], turns[-1]] == [written[0], written[-1]] and turns[1:] == written[1:] != turns
+    assert all(type(value) is type(same) for value, same in zip(turns[0], written[0]))
+    with pytest.raises(IndexError):
+        turns[len(turns)]
 
 
 def test_compressing_when_it_pays() -> None:
