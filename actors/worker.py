@@ -6,7 +6,8 @@ Failures that are not the agent's give the attempt back with the reason; they ar
 in the buffer as of its last turn (or of `checkpoint_seconds` ago); whoever has the attempt next goes on from there.
 
 The loop waits for one of its episodes to end, for the buffer (which wakes it when there may be work), or for SIGTERM,
-after which running episodes have `drain_seconds` to finish. The buffer is synchronous: its calls run in threads.
+after which running episodes have `drain_seconds` to finish. The buffer is synchronous: its calls run in threads, one
+for each that may have to wait for Redis, so that heartbeats go on while all else waits for a Redis that is full.
 """
 
 import asyncio
@@ -16,8 +17,10 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from ..buffer import Lease, RedisUnavailable, ReplayBuffer, Trajectory, WeightLedger
 from ..envs import InfrastructureError, close_shared_pools, make_env
@@ -112,6 +115,8 @@ class Worker:
         self._settings = config.actor
         impatient = config.buffer.model_copy(update={"patience_seconds": REDIS_SECONDS})
         self._buffer = ReplayBuffer(impatient)
+        # No call queues behind another: each episode has one at a time, and so have leasing, listening and heartbeats.
+        self._threads = ThreadPoolExecutor(self._settings.concurrency + 3)
         self._mixture = Mixture(config.sources)
         for source in config.sources:  # an environment that does not exist is noticed before any work is leased
             make_env(source.env, **source.kwargs)
@@ -153,26 +158,31 @@ class Worker:
                 await self._drain()
                 for helper in helpers:
                     helper.cancel()
+                await asyncio.gather(*helpers, return_exceptions=True)
+                self._threads.shutdown()  # nobody is left to call
                 self._write_report()
                 await close_shared_pools()
 
     async def _start_episodes(self) -> None:
-        free = self._settings.concurrency - len(self._episodes)
-        leases = await self._redis(self._take, free) if free else []
+        """One step after the other: what was leased is at work before a later step may have to be repeated."""
+        missing = self._settings.concurrency - len(self._episodes)
+        missing -= await self._lease(missing)
+        groups = -(-missing // self._config.buffer.group_size)
+        if missing and await self._redis(self._buffer.put_tasks, self._mixture, groups):
+            missing -= await self._lease(missing)
+        if missing and (self._listening is None or self._listening.done()):
+            self._listening = asyncio.create_task(self._listen())
+
+    async def _lease(self, n: int) -> int:
+        """Begins up to `n` episodes; returns how many."""
+        token = uuid4().hex  # of all tries of the call: should an answer get lost, the next one is the same
+        leases = await self._redis(self._buffer.lease, self.name, n, token)
         for lease in leases:
             slot = Slot(lease)
             episode = asyncio.create_task(self._attempt(slot))
             self._episodes[episode] = slot
             episode.add_done_callback(self._ended)
-        if len(leases) < free and (self._listening is None or self._listening.done()):
-            self._listening = asyncio.create_task(self._listen())
-
-    def _take(self, n: int) -> list[Lease]:
-        leases = self._buffer.lease(self.name, n)
-        missing = n - len(leases)
-        if missing and self._buffer.put_tasks(self._mixture, -(-missing // self._config.buffer.group_size)):
-            leases += self._buffer.lease(self.name, missing)
-        return leases
+        return len(leases)
 
     async def _listen(self) -> None:
         await self._redis(self._buffer.wait, IDLE_SECONDS)
@@ -274,8 +284,9 @@ class Worker:
 
         Being cancelled it waits for the call that is under way, so that it cannot reach Redis after a release.
         """
+        loop = asyncio.get_running_loop()
         while True:
-            running = asyncio.create_task(asyncio.to_thread(call, *args))
+            running = loop.run_in_executor(self._threads, call, *args)
             try:
                 return await asyncio.shield(running)
             except asyncio.CancelledError:
@@ -298,7 +309,7 @@ class Worker:
             held = {(lease.attempt, lease.token) for lease in leases}
             for episode, slot in slots:
                 is_held = (slot.lease.attempt, slot.lease.token) in held
-                if not (is_held or slot.finished or episode.done()):
+                if not (is_held or slot.lost or slot.finished or episode.done()):
                     slot.lost = True
                     episode.cancel()
 

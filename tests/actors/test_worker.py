@@ -1,15 +1,54 @@
 """Whole episodes on the real engine, and what happens to them when something dies."""
 
 import asyncio
+import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import redis
 from argosy.actors.errors import TooManyFailures
+from argosy.actors.settings import ActorConfig, Mixture
 from argosy.actors.worker import Worker
-from argosy.buffer import ReplayBuffer, WeightLedger
+from argosy.buffer import RedisUnavailable, ReplayBuffer, WeightLedger
 from conftest import changed, last_line, ledger_of, ready, run_worker, wait_until
+
+
+class OwnRedis:
+    """A Redis that a test may kill or fill."""
+
+    def __init__(self, folder: Path) -> None:
+        self._url = f"unix://{folder}/r.sock"
+        self._command = ["redis-server", "--port", "0", "--unixsocket", str(folder / "r.sock"), "--dir", str(folder)]
+        self._command += ["--appendonly", "yes", "--save", ""]
+        self.start()
+
+    def start(self) -> None:
+        self._server = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+
+    def kill(self) -> None:
+        self._server.kill()
+        self._server.wait()
+
+    def limit(self, memory: int) -> None:
+        redis.Redis.from_url(self._url).config_set("maxmemory", memory)
+
+    def serve(self, config: ActorConfig, **buffer: object) -> ActorConfig:
+        """The same run in this Redis, which the session's engine serves as well."""
+        record = WeightLedger(config.buffer).engines()["shared"]
+        settings = config.buffer.model_copy(update={"url": self._url, **buffer})
+        WeightLedger(settings).register_engine("shared", record.url, ttl=1000)
+        return config.model_copy(update={"buffer": settings})
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[OwnRedis]:
+    server = OwnRedis(tmp_path)
+    yield server
+    server.kill()
 
 
 def test_episodes_land_in_the_buffer(config):
@@ -143,44 +182,91 @@ def test_a_killed_workers_attempts_are_finished_by_another(config, start):
 
 
 @pytest.mark.timeout(90)
-def test_a_redis_restart_loses_nothing(config, tmp_path):
+def test_a_redis_restart_loses_nothing(config, own_redis):
     """Redis is killed and started again while episodes run and end; each finished one arrives."""
-    command = ["redis-server", "--port", "0", "--unixsocket", str(tmp_path / "r.sock"), "--dir", str(tmp_path)]
-    command += ["--appendonly", "yes", "--save", ""]
-    url = f"unix://{tmp_path}/r.sock"
-    mine = changed(config, kwargs={"pause": 0.1})
-    patient = {"url": url, "batch_size": 50, "lease_seconds": 30}  # a busy machine is no reason to lose a lease here
-    mine = mine.model_copy(update={"buffer": mine.buffer.model_copy(update=patient)})
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        record = WeightLedger(config.buffer).engines()["shared"]
-        WeightLedger(mine.buffer).register_engine("shared", record.url, ttl=1000)
+    # a busy machine is no reason to lose a lease here
+    mine = own_redis.serve(changed(config, kwargs={"pause": 0.1}), batch_size=50, lease_seconds=30)
 
-        async def run() -> Worker:
-            nonlocal server
-            worker = Worker(mine)
-            running = asyncio.create_task(worker.run())
-            while worker.counters.episodes < 8:
-                await asyncio.sleep(0.05)
-            server.kill()
-            await asyncio.to_thread(server.wait)
-            await asyncio.sleep(2.5)  # every running episode ends meanwhile and has nowhere to go
-            at_restart = worker.counters.episodes
-            server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-            while worker.counters.episodes < at_restart + 8:
-                await asyncio.sleep(0.05)
-            worker.stop()
-            await running
-            return worker
+    async def run() -> Worker:
+        worker = Worker(mine)
+        running = asyncio.create_task(worker.run())
+        while worker.counters.episodes < 8:
+            await asyncio.sleep(0.05)
+        await asyncio.to_thread(own_redis.kill)
+        await asyncio.sleep(2.5)  # every running episode ends meanwhile and has nowhere to go
+        at_restart = worker.counters.episodes
+        own_redis.start()
+        while worker.counters.episodes < at_restart + 8:
+            await asyncio.sleep(0.05)
+        worker.stop()
+        await running
+        return worker
 
-        worker = asyncio.run(run())
-        ledger = ledger_of(mine)
-        assert ledger.balanced and not ledger.dropped
-        assert worker.counters.late == worker.counters.failed == 0
-        assert ledger.live["ready"] == worker.counters.episodes
-    finally:
-        server.kill()
-        server.wait()
+    worker = asyncio.run(run())
+    ledger = ledger_of(mine)
+    assert ledger.balanced and not ledger.dropped
+    assert worker.counters.late == worker.counters.failed == 0
+    assert ledger.live["ready"] == worker.counters.episodes
+
+
+@pytest.mark.parametrize("step", ["lease", "put_tasks"])
+def test_a_call_that_is_repeated_leaves_no_lease_behind(config, monkeypatch, step):
+    """It took effect and its answer got lost; what had been leased is worked on all the same."""
+    small = {"batch_size": 2, "eta": 1, "lease_seconds": 600}  # nothing comes back by itself
+    small = config.model_copy(update={"buffer": config.buffer.model_copy(update=small)})
+    assert ReplayBuffer(small.buffer).put_tasks(Mixture(small.sources), 2) == 2
+    call, lost = getattr(ReplayBuffer, step), []
+
+    def once_without_answer(*args):
+        answer = call(*args)
+        if not lost:
+            lost.append(answer)
+            raise RedisUnavailable("the answer got lost")
+        return answer
+
+    monkeypatch.setattr(ReplayBuffer, step, once_without_answer)
+    worker = run_worker(small, 3)
+    assert lost and worker.counters.episodes == 4
+    assert ledger_of(small).live["ready"] == ledger_of(small).created == 4
+
+
+@pytest.mark.timeout(90)
+def test_heartbeats_go_on_while_every_episode_waits_for_a_full_redis(config, own_redis, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # of which asyncio makes five threads
+    hanging = changed(config, env="arena:Hanging", episode_seconds=5.0, concurrency=24)
+    mine = own_redis.serve(hanging, batch_size=24, eta=0, lease_seconds=5)
+    other = ReplayBuffer(mine.buffer)
+
+    async def run() -> Worker:
+        worker = Worker(mine)
+        running = asyncio.create_task(worker.run())
+        while other.ledger().live.get("leased", 0) < 24:
+            await asyncio.sleep(0.05)
+        own_redis.limit(1)
+        await asyncio.sleep(5 + 2 * 5)  # all end together, and then two lease times pass
+        assert worker.counters.episodes == 0
+        own_redis.limit(0)
+        assert not other.lease("other", 24)  # which would take back what has expired
+        while worker.counters.episodes < 24:
+            await asyncio.sleep(0.05)
+        worker.stop()
+        await running
+        return worker
+
+    worker = asyncio.run(run())
+    assert worker.counters.late == worker.counters.failed == 0
+    assert ledger_of(mine).live["ready"] == 24
+
+
+@pytest.mark.timeout(60)
+def test_sigterm_ends_a_worker_that_waits_for_a_dead_redis(config, own_redis, start):
+    mine = own_redis.serve(changed(config, kwargs={"pause": 0.2}, drain_seconds=1))
+    worker = start("worker", mine)
+    wait_until(lambda: ledger_of(mine).live.get("ready", 0) >= 4, 30, worker)
+    own_redis.kill()
+    time.sleep(3)  # every episode ends, or waits to be stored
+    worker.popen.send_signal(signal.SIGTERM)
+    worker.wait(20)  # a second to drain, and two calls more: the one under way and the one that gives back
 
 
 def test_an_opening_that_fills_the_context_is_an_error_and_no_episode(config, monkeypatch):
