@@ -1,0 +1,151 @@
+"""What must hold when everybody is dead: checked against the lineage of the learner's newest checkpoint."""
+
+import re
+from collections import Counter
+from typing import Any
+
+import books
+import redis
+from argosy.buffer import ReplayBuffer, Unreadable, read_archive
+from chaos_processes import CHECKPOINT_EVERY, Life, Lineage, sampled_tokens
+
+ASIDE = 100  # how many the buffer keeps
+KEPT_ASIDE = ("dropped:poisoned", "dropped:rejected")
+
+
+def check(life: Life, client: redis.Redis, power_cuts: int) -> dict[str, int]:
+    """Raises AssertionError at the first broken promise; returns numbers for the report."""
+    lineage = Lineage(life.folder)
+    lines = list(lineage.lines())
+    last = lineage.saved["step"]
+    assert [line["step"] for line in lines] == list(range(1, last + 1)), "a step is missing or there twice"
+    published = Counter(lineage.published())
+    assert max(published.values()) == 1, f"published twice: {published.most_common(3)}"
+
+    buffer = ReplayBuffer(life.settings)
+    buffer.rewind(last, {line["step"]: line["ids"] for line in lines[-2 * CHECKPOINT_EVERY :]})
+    if life.settings.archive:
+        buffer.archive(life.archive)
+    found = books.read(client, life.settings.run)
+    assert not found.complaints, found.complaints
+    sabotaged = set((life.folder / "sabotaged").read_text().split())
+    check_steps(life, lines)
+    check_states(life, lines, buffer, found, power_cuts)
+    check_groups(life, lines, found, power_cuts)
+    check_payloads(buffer, found, sabotaged)
+    if life.settings.archive:
+        check_archive(life, lines, found, sabotaged, power_cuts)
+    buffer.close()
+    return {"steps": last, "attempts": len(found.states)} | Counter(s.split(":")[0] for s in found.states.values())
+
+
+def check_steps(life: Life, lines: list[dict[str, Any]]) -> None:
+    """Uses, staleness, tokens, the order of segments: of the lineage alone."""
+    uses: Counter[str] = Counter()
+    tokens: dict[int, str] = {}
+    segments: dict[str, float] = {}
+    for line in lines:
+        for attempt in dict.fromkeys(line["ids"]):
+            fact = line["facts"][attempt]
+            uses[attempt] += 1
+            assert line["version"] - fact["oldest"] <= life.settings.eta, f"{attempt} was too old in {line}"
+            for token in fact["tokens"]:
+                other = tokens.setdefault(token, attempt)
+                assert other == attempt, f"token {token} was trained in {other} and in {attempt}"
+            if life.segments and uses[attempt] == 1:
+                number = float(attempt.partition(":")[2].partition("/")[0] or "inf")
+                episode = re.split("[:/]", attempt)[0]
+                assert segments.get(episode, 0) < number, f"segment {attempt} came after {segments[episode]}"
+                segments[episode] = number
+    over = {attempt: n for attempt, n in uses.items() if n > life.settings.max_uses}
+    assert not over, f"trained too often: {over}"
+
+
+def check_states(
+    life: Life, lines: list[dict[str, Any]], buffer: ReplayBuffer, found: books.Books, power_cuts: int
+) -> None:
+    """One state for each attempt, and it agrees with the lineage and the ledger."""
+    steps = {attempt: line["step"] for line in lines for attempt in line["ids"]}
+    for attempt, state in found.states.items():
+        if state.startswith("trained"):
+            assert state == f"trained:{steps.get(attempt)}", f"{attempt} is {state}, lineage: {steps.get(attempt)}"
+        elif attempt in steps:
+            assert state in ("ready", "claimed") and life.settings.max_uses > 1, f"{attempt} is trained and {state}"
+    lost = steps.keys() - found.states.keys()
+    assert lost == found.foretold, f"the lineage has {lost}, of which Redis foretells {found.foretold}"
+    ledger = buffer.ledger()
+    assert ledger.balanced, ledger
+    counts = Counter(state.partition(":")[0] for state in found.states.values())
+    assert ledger.created == len(found.states), (ledger, counts)
+    assert ledger.trained == counts["trained"]
+    assert ledger.live["claimed"] == 0
+    reasons = Counter(s.partition(":")[2] for s in found.states.values() if s.startswith("dropped"))
+    assert ledger.dropped == reasons, (ledger, reasons)
+    assert power_cuts or not (reasons["lost"] or found.foretold), f"nothing was to be lost: {reasons}"
+    if not life.segments:
+        assert {name for name in found.states if "." not in name} == {
+            f"{group}/{member}"
+            for group in range(buffer.stats()["next_index"])
+            for member in range(life.settings.group_size)
+        }
+
+
+def check_groups(life: Life, lines: list[dict[str, Any]], found: books.Books, power_cuts: int) -> None:
+    """Whole or padded from more than half, and never in two steps."""
+    size = life.settings.group_size
+    trained: dict[str, set[str]] = {}
+    for line in lines:
+        assert len(line["ids"]) == size * life.settings.batch_size, line
+        for first in range(0, len(line["ids"]), size):
+            ids = line["ids"][first : first + size]
+            members = set(ids)
+            group = books.group_of(ids[0])
+            assert {books.group_of(one) for one in ids} == {group}, ids
+            assert 2 * len(members) > size, f"{ids} is too small a part of its group"
+            assert ids == [ids[i % len(members)] for i in range(size)], f"{ids} is padded with something else"
+            if life.settings.max_uses == 1:
+                assert group not in trained, f"group {group} is in two steps"
+            trained.setdefault(group, set()).update(members)
+    for attempt, state in found.states.items():
+        group = trained.get(books.group_of(attempt))
+        left_out = group and attempt not in group and not state.startswith("dropped")
+        assert not left_out or (life.settings.max_uses > 1 and power_cuts), f"{attempt} is {state}, trained is {group}"
+
+
+def check_payloads(buffer: ReplayBuffer, found: books.Books, sabotaged: set[str]) -> None:
+    """Nobody but the saboteur spoils a payload, and what it spoiled is kept aside."""
+    ready = [attempt for attempt, state in found.states.items() if state == "ready"]
+    try:
+        assert [trajectory.attempt for trajectory in buffer.get(ready)] == ready
+    except Unreadable as error:
+        assert error.reasons.keys() <= sabotaged, error
+    rejected = {attempt for attempt, state in found.states.items() if state == "dropped:rejected"}
+    assert rejected <= sabotaged, f"{rejected - sabotaged} were rejected, and nobody had spoiled them"
+    aside = set(buffer.stats()["aside"])
+    assert all(found.states[attempt] in KEPT_ASIDE and buffer.aside(attempt) is not None for attempt in aside)
+    if sum(state in KEPT_ASIDE for state in found.states.values()) <= ASIDE:
+        assert rejected <= aside, f"{rejected - aside} were not kept aside"
+
+
+def check_archive(
+    life: Life, lines: list[dict[str, Any]], found: books.Books, sabotaged: set[str], power_cuts: int
+) -> None:
+    """Each finished attempt that had a payload is there once, but for what was kept aside or spoiled; also what had
+    one before a power cut made Redis forget it. As its outcome says, and with the tokens that were trained on."""
+    archived = [] if not life.archive.exists() else list(read_archive(life.archive))
+    times = Counter(one.trajectory.attempt for one in archived)
+    assert all(n == 1 for n in times.values()), f"archived twice: {times.most_common(3)}"
+    for one in archived:
+        state = found.states.get(one.trajectory.attempt, "trained" * (one.trajectory.attempt in found.foretold))
+        assert state == one.outcome or state == "trained", f"{one.trajectory.attempt} is {state}, not {one.outcome}"
+    missing = {
+        attempt
+        for attempt, story in found.stories.items()
+        if "h" in story.rpartition("m")[2] and found.states[attempt] not in KEPT_ASIDE and attempt not in times
+    }
+    assert missing <= sabotaged, f"not archived: {missing - sabotaged}"
+    if not power_cuts:
+        tokens = {attempt: fact["tokens"] for line in lines for attempt, fact in line["facts"].items()}
+        for one in archived:
+            here = sampled_tokens(one.trajectory)
+            assert tokens.get(one.trajectory.attempt, here) == here, f"{one.trajectory.attempt} was another"
