@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import random
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -75,6 +76,8 @@ class Connection:
             except REFUSALS as error:
                 raise RedisRefused(f"Redis at {self.where}: {error}; check the user and password in its url") from error
             except redis.RedisError as error:
+                if distrust := _distrust(error):
+                    raise RedisRefused(f"Redis at {self.where}: {distrust}; check ssl_ca_certs in its url") from error
                 reason = _passing_reason(error)
                 if reason is None:
                     raise
@@ -258,6 +261,16 @@ def _passing_reason(error: redis.RedisError) -> str | None:
         return "cannot write its disk"
     if isinstance(error, redis.ReadOnlyError):
         return "is a read-only replica"
+    return None
+
+
+def _distrust(error: BaseException) -> str | None:
+    """Why TLS was refused, on either side; None if it was not. Waiting makes no certificate valid."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLError) and not isinstance(cause, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+            return str(cause)
+        cause = cause.__cause__ or cause.__context__
     return None
 
 

@@ -3,7 +3,7 @@
 BufferError
 ├── InsecureRedis          a remote Redis without TLS or password, and nobody insisted (also a ValueError)
 ├── RedisUnavailable       Redis did not serve a call before its deadline, after retries
-├── RedisRefused           Redis does not know the user or the password of the url
+├── RedisRefused           Redis does not know the user or the password of the url, or TLS trusts no certificate of it
 ├── UnsafeRedis            Redis would throw keys away when it is full
 ├── RunTaken               the run's keys in Redis belong to another run of the same name
 ├── StepCommitted          a learner asked for a step that a durable checkpoint already holds: two learners, one run

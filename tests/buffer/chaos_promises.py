@@ -13,7 +13,7 @@ ASIDE = 100  # how many the buffer keeps
 KEPT_ASIDE = ("dropped:poisoned", "dropped:rejected")
 
 
-def check(life: Life, client: redis.Redis, power_cuts: int) -> dict[str, int]:
+def check(life: Life, client: redis.Redis, forgetful: bool) -> dict[str, int]:
     """Raises AssertionError at the first broken promise; returns numbers for the report."""
     lineage = Lineage(life.folder)
     lines = list(lineage.lines())
@@ -30,11 +30,11 @@ def check(life: Life, client: redis.Redis, power_cuts: int) -> dict[str, int]:
     assert not found.complaints, found.complaints
     sabotaged = set((life.folder / "sabotaged").read_text().split())
     check_steps(life, lines)
-    check_states(life, lines, buffer, found, power_cuts)
-    check_groups(life, lines, found, power_cuts)
+    check_states(life, lines, buffer, found, forgetful)
+    check_groups(life, lines, found, forgetful)
     check_payloads(buffer, found, sabotaged)
     if life.settings.archive:
-        check_archive(life, lines, found, sabotaged, power_cuts)
+        check_archive(life, lines, found, sabotaged, forgetful)
     buffer.close()
     return {"steps": last, "attempts": len(found.states)} | Counter(s.split(":")[0] for s in found.states.values())
 
@@ -62,7 +62,7 @@ def check_steps(life: Life, lines: list[dict[str, Any]]) -> None:
 
 
 def check_states(
-    life: Life, lines: list[dict[str, Any]], buffer: ReplayBuffer, found: books.Books, power_cuts: int
+    life: Life, lines: list[dict[str, Any]], buffer: ReplayBuffer, found: books.Books, forgetful: bool
 ) -> None:
     """One state for each attempt, and it agrees with the lineage and the ledger."""
     steps = {attempt: line["step"] for line in lines for attempt in line["ids"]}
@@ -81,7 +81,7 @@ def check_states(
     assert ledger.live["claimed"] == 0
     reasons = Counter(s.partition(":")[2] for s in found.states.values() if s.startswith("dropped"))
     assert ledger.dropped == reasons, (ledger, reasons)
-    assert power_cuts or not (reasons["lost"] or found.foretold), f"nothing was to be lost: {reasons}"
+    assert forgetful or not (reasons["lost"] or found.foretold), f"nothing was to be lost: {reasons}"
     if not life.segments:
         assert {name for name in found.states if "." not in name} == {
             f"{group}/{member}"
@@ -90,7 +90,7 @@ def check_states(
         }
 
 
-def check_groups(life: Life, lines: list[dict[str, Any]], found: books.Books, power_cuts: int) -> None:
+def check_groups(life: Life, lines: list[dict[str, Any]], found: books.Books, forgetful: bool) -> None:
     """Whole or padded from more than half, and never in two steps."""
     size = life.settings.group_size
     trained: dict[str, set[str]] = {}
@@ -109,7 +109,7 @@ def check_groups(life: Life, lines: list[dict[str, Any]], found: books.Books, po
     for attempt, state in found.states.items():
         group = trained.get(books.group_of(attempt))
         left_out = group and attempt not in group and not state.startswith("dropped")
-        assert not left_out or (life.settings.max_uses > 1 and power_cuts), f"{attempt} is {state}, trained is {group}"
+        assert not left_out or (life.settings.max_uses > 1 and forgetful), f"{attempt} is {state}, trained is {group}"
 
 
 def check_payloads(buffer: ReplayBuffer, found: books.Books, sabotaged: set[str]) -> None:
@@ -128,7 +128,7 @@ def check_payloads(buffer: ReplayBuffer, found: books.Books, sabotaged: set[str]
 
 
 def check_archive(
-    life: Life, lines: list[dict[str, Any]], found: books.Books, sabotaged: set[str], power_cuts: int
+    life: Life, lines: list[dict[str, Any]], found: books.Books, sabotaged: set[str], forgetful: bool
 ) -> None:
     """Each finished attempt that had a payload is there once, but for what was kept aside or spoiled; also what had
     one before a power cut made Redis forget it. As its outcome says, and with the tokens that were trained on."""
@@ -144,7 +144,7 @@ def check_archive(
         if "h" in story.rpartition("m")[2] and found.states[attempt] not in KEPT_ASIDE and attempt not in times
     }
     assert missing <= sabotaged, f"not archived: {missing - sabotaged}"
-    if not power_cuts:
+    if not forgetful:
         tokens = {attempt: fact["tokens"] for line in lines for attempt, fact in line["facts"].items()}
         for one in archived:
             here = sampled_tokens(one.trajectory)

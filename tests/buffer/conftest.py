@@ -1,5 +1,6 @@
 """A real Redis that a test may kill, and trajectories small enough to make thousands of."""
 
+import resource
 import shutil
 import subprocess
 import tempfile
@@ -26,29 +27,49 @@ class RedisServer:
         self.url = f"unix://{self.socket}"
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self, repair: bool = True) -> "RedisServer":
+    def start(self, *options: str, repair: bool = True) -> "RedisServer":
         server = shutil.which("redis-server")
         assert server, "redis-server is missing: run `make install`"
         if repair:
             self._drop_torn_transaction(server)
         files = ["--dir", str(self.folder), "--appendonly", "yes", "--save", ""]
-        command = [server, "--port", "0", "--unixsocket", str(self.socket), *files]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        command = [server, "--port", "0", "--unixsocket", str(self.socket), *files, *options]
+        # signals as Python has them: a full disk, made with a limit on the file's size, must not be a SIGXFSZ
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, restore_signals=False)
         deadline = time.monotonic() + 20
         while not self._answers():
+            assert self.process.poll() is None, f"redis-server ended at once: {' '.join(command)}"
             assert time.monotonic() < deadline, f"redis-server did not answer on {self.socket} within 20 s"
             time.sleep(0.01)
         return self
 
-    def kill(self) -> None:
+    def kill(self, written: bool = True) -> None:
+        """With SIGKILL. Unless `written`, two seconds of what was acknowledged may be lost: while its disk is slow,
+        Redis holds back what it would write."""
         if self.process is not None:
+            while written and self.client().info("persistence")["aof_buffer_length"]:
+                time.sleep(0.01)
             self.process.kill()
             self.process.wait(20)
             self.process = None
 
+    def fill_disk(self, left: int) -> None:
+        """From `left` more bytes on, the append-only file cannot be written."""
+        self._limit_file(self._tail().stat().st_size + left)
+
+    def free_disk(self) -> None:
+        self._limit_file(resource.RLIM_INFINITY)
+
+    def _limit_file(self, size: int) -> None:
+        assert self.process is not None
+        resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    def _tail(self) -> Path:
+        return max((self.folder / "appendonlydir").glob("*.incr.aof"), key=lambda path: path.stat().st_mtime)
+
     def lose_tail(self, n_bytes: int) -> None:
         """What a power cut does to an append-only file that is synced once a second."""
-        tail = max((self.folder / "appendonlydir").glob("*.incr.aof"), key=lambda path: path.stat().st_mtime)
+        tail = self._tail()
         with tail.open("r+b") as file:
             file.truncate(max(0, tail.stat().st_size - n_bytes))
 
@@ -75,7 +96,7 @@ def redis_server() -> Iterator[RedisServer]:
     try:
         yield server.start()
     finally:
-        server.kill()
+        server.kill(written=False)
         shutil.rmtree(folder, ignore_errors=True)  # a child of the killed server may still be tidying up in it
 
 
