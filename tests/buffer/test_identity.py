@@ -22,7 +22,7 @@ def test_a_redis_that_could_lose_work_is_refused_or_said(
 ) -> None:
     buffer = ReplayBuffer(BufferSettings(run="a", batch_size=1, url=redis_server.url))
     redis_server.client().config_set("maxmemory-policy", "allkeys-lru")
-    with pytest.raises(UnsafeRedis, match="evicts keys when it is full .allkeys-lru.: set maxmemory-policy noeviction"):
+    with pytest.raises(UnsafeRedis, match=r"evicts keys when it is full .allkeys-lru.: set maxmemory-policy"):
         buffer.claim_run("mine")
     redis_server.client().config_set("maxmemory-policy", "noeviction")
     redis_server.client().config_set("appendonly", "no")
