@@ -23,7 +23,7 @@ from conftest import changed, last_line, ledger_of, ready, run_worker, wait_unti
 
 SETTINGS = ActorSettings(context_tokens=100_000)
 TASK = Task("guess/3", "guess", 3)
-LEASE = Lease("3/0", "token", TASK, group="3", group_size=1, group_index=0, tries=1, deadline=0.0)
+LEASE = Lease("3/0", "token", TASK, group="3", group_size=1, group_index=0, tries=1)
 
 
 class BrokenOff(Exception):
