@@ -286,7 +286,7 @@ def test_what_a_draining_worker_cannot_finish_goes_on_elsewhere(config, start):
     assert worker.wait(10) == 0, str(worker)
     leases = ReplayBuffer(config.buffer).lease("other", 4)
     assert [lease.tries for lease in leases] == [1] * 4
-    assert [lease.partial and lease.partial.state["turns"] for lease in leases] == [1] * 4
+    assert all(lease.partial and lease.partial.state["turns"] >= 1 for lease in leases)
 
 
 @pytest.mark.timeout(120)
