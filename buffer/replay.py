@@ -119,6 +119,7 @@ class ReplayBuffer:
             )
 
     def _check_server(self) -> None:
+        self._connection.call("claim_run", lambda r: r.ping())  # while it reads its file, it says that it has none
         server: Any = self._connection.call("claim_run", lambda r: r.info("memory") | r.info("persistence"))
         where = f"Redis at {self._connection.where}"
         if (policy := server["maxmemory_policy"]) != "noeviction":
@@ -330,8 +331,9 @@ class ReplayBuffer:
         lives, gets LearnerReplaced from now on.
         """
         self._drop_torn_transaction()
+        self._run("believe", json.dumps(recently_trained))
         self.commit(step)
-        back, self._learner = self._run("rewind", step, json.dumps(recently_trained))
+        back, self._learner = self._run("rewind", step)
         return back
 
     def leave(self) -> None:
@@ -347,8 +349,10 @@ class ReplayBuffer:
         `rewind`. A claim that Redis knows and the learner does not is undone.
         """
         self._drop_torn_transaction()
-        self.commit(max(recently_trained, default=0))
-        self._learn("reconcile", json.dumps(manifests), json.dumps(recently_trained), version)
+        committed = max(recently_trained, default=0)
+        self._learn("believe", json.dumps(recently_trained))
+        self._learn("reconcile", committed, json.dumps(manifests), version)
+        self.commit(committed)
 
     def next_version(self, at_least: int = 0) -> int:
         """A version id above every one that was issued or published, and above `at_least`."""

@@ -146,14 +146,37 @@ function transitions.publish(version, trained_step)
   ring()
 end
 
--- A durable checkpoint holds its gradient. If Redis forgot the attempt, create() will find here what became of it; if it
--- forgot the claim, there is no manifest. Answers whether a payload went with it: one that is to be used again, or is in
--- use, stays.
+local function key_of(value, items)
+  for name, other in pairs(items) do
+    if other == value then return name end
+  end
+end
+
+-- Trained, and Redis does not know it: it forgot the attempt, and create() will find here what became of it; or it forgot
+-- the arrival and the claim, and has dropped what it took for unfinished.
+local function revise(id, event)
+  local told = redis.call('HGET', history_key(id), id)
+  if not told then return redis.call('HSET', history_key(id), id, event) end
+  local code = string.match(told, 'd(%l)[+%d]*$')
+  if not code then return end
+  local names = redis.call('HGETALL', key.names)
+  local source
+  for i = 2, #names, 2 do
+    if names[i] == string.match(told, '^%d+') then source = names[i - 1] end
+  end
+  redis.call('HSET', history_key(id), id, told .. event)
+  count('dropped:' .. key_of(code, REASONS), source, -1)
+  count('trained', source, 1)
+end
+
+-- A durable checkpoint holds its gradient. If Redis forgot the claim, there is no manifest. Answers whether a payload
+-- went with it: one that is to be used again, or is in use, stays.
 local function train(id, step, manifest)
   redis.call('HDEL', key.unborn, id)
   local attempt, event = load(id), 't' .. step
   if not attempt then
-    redis.call('HSETNX', history_key(id), id, event)
+    revise(id, event)
+    over(group_of(id))
     return false
   end
   local state, rank = where(id)
@@ -168,14 +191,6 @@ local function train(id, step, manifest)
   end
   graduate(attempt, state, event)
   return true
-end
-
--- What the learner's newest checkpoints say was trained: manifests by step.
-local function believe(trained)
-  for step, ids in pairs(trained) do
-    for _, id in ipairs(distinct(ids)) do train(id, tonumber(step)) end
-    for _, group in ipairs(distinct(ids, group_of)) do settle(group) end
-  end
 end
 
 -- The checkpoint that holds every step up to `step` is durable: only now may payloads die. They are freed inline, so a
@@ -255,12 +270,52 @@ function transitions.withdraw(step, unreadable)
   end
 end
 
+-- Undoes what Redis claimed for a step and the learner did not; answers Redis' manifest as it was.
+local function undo_all_but(ids, step)
+  local manifest, undone, theirs = manifest_of(step), {}, set(ids)
+  for _, id in ipairs(manifest.ids) do
+    if not theirs[id] then undone[#undone + 1] = id end
+  end
+  unclaim({ step = step, ids = undone, version = manifest.version, at = manifest.at })
+  return manifest
+end
+
+local function in_numbers(manifests)
+  local steps = {}
+  for step in pairs(manifests) do steps[#steps + 1] = tonumber(step) end
+  table.sort(steps)
+  return steps
+end
+
+-- The manifests of the learner's newest checkpoints, ahead of the commit of Redis' own: Redis may have forgotten them in
+-- a power cut, or remember instead what a restart of the learner had undone. The last use of an attempt first, which it
+-- is named after.
+function transitions.believe(recently_trained)
+  pass_when_full()
+  if replaced() then return 'replaced' end
+  local trained = cjson.decode(recently_trained)
+  local steps = in_numbers(trained)
+  for i = #steps, 1, -1 do
+    local step, left = steps[i], {}
+    local ids = distinct(trained[tostring(step)])
+    local manifest = manifest_of(step) and undo_all_but(ids, step)
+    local known = set(manifest and manifest.ids or {})
+    for _, id in ipairs(ids) do
+      if known[id] then left[#left + 1] = id else train(id, step) end
+    end
+    if #left > 0 then
+      manifest.ids = left
+      keep_manifest(manifest)
+    end
+    for _, group in ipairs(distinct(ids, group_of)) do settle(group) end
+  end
+end
+
 -- A learner starts from the checkpoint that holds every step up to `step`; the caller has committed up to there. The
 -- step that its predecessor died in, if it did, is the first that was not published as trained. Answers how many
 -- attempts are back, and the learner's number.
-function transitions.rewind(step, recently_trained)
+function transitions.rewind(step)
   pass_when_full()
-  believe(cjson.decode(recently_trained))
   set_control('committed', step)
   local back, steps, trained, asked = 0, steps_from(0), control('trained'), control('leaving') == 1
   for i = #steps, 1, -1 do back = back + unclaim(manifest_of(steps[i]), steps[i] > trained and not asked) end
@@ -277,34 +332,24 @@ function transitions.leave()
 end
 
 -- Redis came back and may have lost its last second: the living learner's manifests are the truth. What Redis claimed
--- and the learner did not is undone, what it forgot is claimed again; the rest stays as it is.
-function transitions.reconcile(learner_manifests, recently_trained, version)
+-- and the learner did not is undone, what it forgot is claimed again; the rest stays as it is. `committed` follows: what
+-- later steps use again must be known by then.
+function transitions.reconcile(committed, learner_manifests, version)
   pass_when_full()
   raise_to('version', tonumber(version))
   raise_to('issued', tonumber(version))
   if learner ~= '' then raise_to('learner', tonumber(learner)) end
   if replaced() then return 'replaced' end
-  believe(cjson.decode(recently_trained))
-  local truth, order = {}, {}
-  for step, ids in pairs(cjson.decode(learner_manifests)) do
-    truth[tonumber(step)] = ids
-    order[#order + 1] = tonumber(step)
-  end
-  table.sort(order)
-  local known, steps = {}, steps_from(0)
+  local truth, known, steps = cjson.decode(learner_manifests), {}, steps_from(tonumber(committed) + 1)
   for i = #steps, 1, -1 do
-    local manifest, undone, mine = manifest_of(steps[i]), {}, set(truth[steps[i]] or {})
-    for _, id in ipairs(manifest.ids) do
-      if not mine[id] then undone[#undone + 1] = id end
-    end
-    known[steps[i]] = manifest
-    unclaim({ step = steps[i], ids = undone, version = manifest.version, at = manifest.at })
+    known[steps[i]] = undo_all_but(truth[tostring(steps[i])] or {}, steps[i])
   end
-  for _, step in ipairs(order) do
+  for _, step in ipairs(in_numbers(truth)) do
+    local ids = truth[tostring(step)]
     local before = known[step] or { ids = {}, version = control('version'), at = now() }
     local claimed = set(before.ids)
-    keep_manifest({ step = step, ids = truth[step], version = before.version, at = before.at })
-    for _, id in ipairs(distinct(truth[step])) do
+    keep_manifest({ step = step, ids = ids, version = before.version, at = before.at })
+    for _, id in ipairs(distinct(ids)) do
       local attempt = load(id)
       if attempt and not claimed[id] then
         withdraw_offer(attempt.group)
@@ -326,11 +371,16 @@ function transitions.next_version(at_least)
   return version
 end
 
--- Archived: the next in the outbox is number `first` + the number of payloads.
+-- Archived: the next in the outbox is number `first` + the number of payloads. Unless, in a power cut, Redis forgot some
+-- of them and put others in their place.
 function transitions.archived(first, payloads)
   pass_when_full()
   if tonumber(first) ~= control('archived') then return 0 end
   payloads = cjson.decode(payloads)
+  local rows = redis.call('LRANGE', key.outbox, 0, #payloads - 1)
+  for i, payload in ipairs(payloads) do
+    if string.match(rows[i] or '', '[^|]*$') ~= payload then return 0 end
+  end
   redis.call('LTRIM', key.outbox, #payloads, -1)
   in_slices('UNLINK', '{run}:nothing', payloads)
   set_control('archived', first + #payloads)

@@ -55,7 +55,7 @@ class RedisServer:
 
     def fill_disk(self, left: int) -> None:
         """From `left` more bytes on, the append-only file cannot be written."""
-        self._limit_file(self._tail().stat().st_size + left)
+        self._limit_file(self.tail().stat().st_size + left)
 
     def free_disk(self) -> None:
         self._limit_file(resource.RLIM_INFINITY)
@@ -64,12 +64,14 @@ class RedisServer:
         assert self.process is not None
         resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
-    def _tail(self) -> Path:
-        return max((self.folder / "appendonlydir").glob("*.incr.aof"), key=lambda path: path.stat().st_mtime)
+    def tail(self) -> Path:
+        """Where the append-only file grows."""
+        files = (self.folder / "appendonlydir").glob("*.incr.aof")  # appendonly.aof.7.incr.aof
+        return max(files, key=lambda path: int(path.name.split(".")[2]))
 
     def lose_tail(self, n_bytes: int) -> None:
         """What a power cut does to an append-only file that is synced once a second."""
-        tail = self._tail()
+        tail = self.tail()
         with tail.open("r+b") as file:
             file.truncate(max(0, tail.stat().st_size - n_bytes))
 

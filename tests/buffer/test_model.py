@@ -319,6 +319,7 @@ class LifeCycle(RuleBasedStateMachine):
         self.prefix = f"{{{run}}}:"
         self.model = Model(self.rules)
         self.leases: list[Lease] = []
+        self.segments: list[tuple[Lease, int]] = []  # that came home
         self.step = 0  # the last one the learner claimed
         self.archived = 0  # calls that are
         self.folder = tempfile.TemporaryDirectory()
@@ -377,7 +378,7 @@ class LifeCycle(RuleBasedStateMachine):
                 self._complete(lease, age)
 
     @precondition(lambda self: self.leases)
-    @rule(pick=LEASE, age=st.none() | AGE)
+    @rule(pick=LEASE, age=st.sampled_from([None, 0, 2, 3]))
     def heartbeat(self, pick: int, age: int | None) -> None:
         lease, attempt, held = self._pick(pick)
         oldest = {} if age is None else {lease.attempt: self._version(age)}
@@ -406,10 +407,21 @@ class LifeCycle(RuleBasedStateMachine):
             attempt.partial = None
 
     @precondition(lambda self: self.segmented and self.leases)
-    @rule(pick=LEASE, age=AGE, again=st.booleans())
-    def segment(self, pick: int, age: int, again: bool) -> None:
+    @rule(pick=LEASE, age=AGE)
+    def segment(self, pick: int, age: int) -> None:
         lease, attempt, held = self._pick(pick)
-        number = max(1, attempt.segments) if again else attempt.segments + 1
+        self._segment(lease, attempt.segments + 1, age)
+        if held:
+            self.segments.append((lease, attempt.segments))
+
+    @precondition(lambda self: self.segments)
+    @rule(pick=LEASE, age=AGE)
+    def segment_once_more(self, pick: int, age: int) -> None:
+        """As if the answer had been lost, and perhaps the lease since."""
+        self._segment(*self.segments[pick % len(self.segments)], age)
+
+    def _segment(self, lease: Lease, number: int, age: int) -> None:
+        attempt, held = self.model.attempts[lease.attempt], self._holds(lease)
         name = lease.piece(number).attempt
         piece = self.model.attempts.get(name)
         counted = piece is not None and is_live(piece) and piece.lease == lease
@@ -517,7 +529,7 @@ class LifeCycle(RuleBasedStateMachine):
             with pytest.raises(StepCommitted):
                 self.buffer.claim(step)
 
-    @precondition(lambda self: self.step > self.model.committed)
+    @precondition(lambda self: self.step > self.model.committed or self.model.version < 2)
     @rule()
     def publish(self) -> None:
         version = self.buffer.next_version()
