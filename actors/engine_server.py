@@ -8,9 +8,11 @@ when we die, we leave with the reason when it dies, and a janitor removes its te
 It waits for the weight ledger (whoever publishes wakes it) and for SGLang (each call has a deadline).
 """
 
+import contextlib
 import json
 import logging
 import os
+import random
 import shutil
 import signal
 import socket
@@ -22,7 +24,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from .sglang_launch import die_with_parent
 
 log = logging.getLogger(__name__)
 
+PORTS = range(20000, 32768)
 POLL_SECONDS = 1.0  # how late the death of SGLang may be noticed; weights wake us at once
 LAST_LINES = 30
 LAST_WORDS_SECONDS = 2.0  # for SGLang's helpers to tidy up after their server, and for Redis to hear that we left
@@ -179,7 +181,7 @@ class Sglang:
         if served != version:
             raise EngineFailed(f"SGLang serves version {served} after loading {version}")
 
-    @contextmanager
+    @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Running requests wait, and are prefilled again under the weights they find afterwards."""
         self._call("pause_generation", {"mode": "retract"})
@@ -251,9 +253,13 @@ def _hire_janitor(folder: Path) -> subprocess.Popen[bytes]:
 
 
 def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
+    """One that nobody listens at. SGLang takes it half a minute later, so it is none of those (from 32768 on) that the
+    system gives to whoever asks for any."""
+    for port in random.sample(PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
+    raise EngineFailed(f"{host} has no free port among a hundred of {PORTS}")
 
 
 def _group_lives(group: int) -> bool:
