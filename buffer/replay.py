@@ -23,7 +23,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
@@ -37,7 +37,7 @@ from .codec import check, pack, unpack
 from .connection import Connection
 from .errors import CodecError, LearnerReplaced, RedisRefused, RunTaken, StepCommitted, Unreadable, UnsafeRedis
 from .ledger import Ledger, Story, outcome, to_ledger, to_story
-from .memory import Memories, Memory
+from .memory import Memory
 from .selection import Candidate, load_weight, sample
 from .settings import BufferSettings
 from .trajectory import Task, Trajectory
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 # each call, which for one script of all subjects would be a third of the time.
 SUBJECTS = ("admission", "work", "arrival", "learning", "questions")
 READ_TOGETHER = 64  # payloads in one MGET...
-READ_BYTES = 1 << 19  # ...and no more than this: pipelining helps small payloads and hinders large ones
+READ_BYTES = 1 << 20  # ...and no more than this: pipelining helps small payloads and hinders large ones
 TOKEN_BYTES, SLACK_BYTES = 9, 512  # of the arrays that unpack makes beside the payload
 FORGET_TOGETHER = 1000  # keys in one UNLINK
 ARCHIVE_TOGETHER = 256  # payloads in one file
@@ -100,7 +100,6 @@ class ReplayBuffer:
             transitions = re.findall(r"^function transitions\.(\w+)", _lua(subject), re.MULTILINE)
             self._scripts |= dict.fromkeys(transitions, script)
         self._weight = load_weight(settings.order)
-        self._memories = Memories()
         self._learner: int | str = ""  # our number, once we are one
         self._heard = "0-0"
 
@@ -170,7 +169,7 @@ class ReplayBuffer:
             return []
         token = token or uuid.uuid4().hex
         rows = json.loads(self._run("lease", worker, n, token))
-        partials = self._blobs([(row[6], 0) for row in rows if row[6]])
+        partials = iter(self._blobs([(row[6], 0) for row in rows if row[6]]))
         leases = [
             Lease(
                 attempt=attempt,
@@ -291,7 +290,7 @@ class ReplayBuffer:
         corrupt: `withdraw` them, and claim the step again."""
         wanted = list(dict.fromkeys(ids))
         payloads = [(name.decode(), size, tokens) for name, size, tokens in self._run("payloads", json.dumps(wanted))]
-        memory = self._memories.memory(sum(size + TOKEN_BYTES * tokens + SLACK_BYTES for _, size, tokens in payloads))
+        memory = Memory(sum(size + TOKEN_BYTES * tokens + SLACK_BYTES for _, size, tokens in payloads))
         blobs = self._blobs([(name, size) for name, size, _ in payloads], memory)
         found: dict[str, Trajectory] = {}
         unreadable: dict[str, str] = {}
@@ -493,17 +492,18 @@ class ReplayBuffer:
         name = f"{self._prefix}partial:{lease.attempt}:{uuid.uuid4().hex}"
         return name, pack(trajectory, self._settings.compresses), ("EX", PARTIAL_SECONDS)
 
-    def _blobs(self, wanted: Sequence[tuple[str, int]], memory: Memory | None = None) -> Iterator[memoryview | None]:
-        """The values of these (name, bytes), in `memory`; None for a name that is gone. Read as they are asked for, so
-        that they are unpacked out of the processor's cache."""
+    def _blobs(self, wanted: Sequence[tuple[str, int]], memory: Memory | None = None) -> list[memoryview | None]:
+        """The values of these (name, bytes), in `memory`; None for a name that is gone."""
+        blobs: list[memoryview | None] = []
         some: list[str] = []
         size = 0
         for i, (name, bytes_) in enumerate(wanted, 1):
             some.append(name)
             size += bytes_
             if len(some) == READ_TOGETHER or size >= READ_BYTES or i == len(wanted):
-                yield from self._connection.values("get", some, memory or Memory())
+                blobs += self._connection.values("get", some, memory or Memory())
                 some, size = [], 0
+        return blobs
 
 
 def _rules(settings: BufferSettings) -> str:

@@ -15,7 +15,7 @@ import zstandard
 from argosy.buffer import CodecError, InvalidTrajectory, Task, Trace, Trajectory, Turn, pack, unpack
 from argosy.buffer.codec import COMPRESS_ABOVE, MAX_ITEMS, MAX_RATIO, check
 from argosy.buffer.errors import CorruptBlob, MalformedBlob, NewerSchema, TruncatedBlob
-from argosy.buffer.memory import Memories, Memory
+from argosy.buffer.memory import Memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -176,26 +176,15 @@ def test_an_uncompressed_blob_is_read_in_place() -> None:
     assert np.shares_memory(tokens, np.frombuffer(blob, np.uint8)) and tokens.flags.aligned
 
 
-def test_a_batch_lies_in_one_piece_of_memory() -> None:
-    piece = np.empty(1 << 20, np.uint8)
-    blob, memory = pack(long_one()), Memory(piece)
+def test_a_batch_is_read_into_one_piece_of_memory() -> None:
+    blob, memory = pack(long_one()), Memory(1 << 22)
+    first = memory.take(1, np.uint8)
     trace = unpack(memoryview(blob), memory).traces[0]
-    assert all(np.shares_memory(x, piece) for x in (trace.sampled, trace.logprobs, trace.versions))
-    assert unpack(blob, Memory(piece[:100])) == unpack(blob) == long_one()  # what does not fit lies elsewhere
-    assert not np.shares_memory(memory.take(1 << 20, np.uint8), piece)
-
-
-def test_memory_is_used_again_once_nobody_holds_it() -> None:
-    memories = Memories()
-    first, second = (memories.memory(1000).take(10, np.int32) for _ in range(2))
-    tokens = np.frombuffer(memoryview(second).toreadonly(), np.uint8)  # what is left of the second
-    del second
-    third = memories.memory(1000).take(10, np.int32)
-    held = {first.ctypes.data, tokens.ctypes.data}
-    assert len(held | {third.ctypes.data}) == 3
-    del third
-    again = [memories.memory(1000).take(10, np.int32).ctypes.data for _ in range(2)]
-    assert again[0] == again[1] not in held
+    last = memory.take(1, np.uint8)
+    within = range(first.ctypes.data, last.ctypes.data)
+    assert all(x.ctypes.data in within for x in (trace.sampled, trace.logprobs, trace.versions))
+    assert unpack(blob, Memory(1)) == unpack(blob) == long_one()  # what does not fit lies elsewhere
+    assert len(memory.take(1 << 22, np.uint8)) == 1 << 22
 
 
 def test_turns_are_read_like_a_list() -> None:
