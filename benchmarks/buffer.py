@@ -129,23 +129,27 @@ class Contender(Protocol):
 
 
 class Argosy:
-    """`complete` for each, then one `claim` and one `get`. The rest of their lives is timed apart."""
+    """`complete` for each, then one `claim` and one `get`. What else there is in an attempt's life is timed apart."""
 
     name = "argosy"
 
-    def __init__(self, url: str, run: str = "benchmark", batch: int = BATCH, eta: int = 4) -> None:
-        self.buffer = ReplayBuffer(BufferSettings(run=run, url=url, batch_size=batch, eta=eta))
+    def __init__(self, url: str, run: str = "benchmark", eta: int = 4) -> None:
+        self.buffer = ReplayBuffer(BufferSettings(run=run, url=url, batch_size=BATCH, eta=eta))
         self.buffer.publish(VERSION, 0)
         self.step = 0
+        self.lives: list[float] = []
+        """Seconds of an attempt's whole life, by batch."""
 
     def move(self, batch: list[Trajectory]) -> tuple[list[float], list[float]]:
-        leases = self.begin(len(batch))
+        leases: list[Lease] = []
+        rest = clock(lambda: leases.extend(self.begin(len(batch))))
         mine = [of(lease, body) for lease, body in zip(leases, batch)]
         puts = [clock(lambda: self.buffer.complete(lease, one)) for lease, one in zip(leases, mine)]  # noqa: B023
         got: list[Trajectory] = []
         gets = clock(lambda: got.extend(self.buffer.get(self.claim())))
         assert got == mine
-        self.end()
+        rest += clock(self.end)
+        self.lives.append((sum(puts) + gets + rest) / len(batch))
         return puts, [gets / len(batch)] * len(batch)
 
     def begin(self, n: int) -> list[Lease]:
@@ -161,14 +165,6 @@ class Argosy:
     def end(self) -> None:
         self.buffer.publish(VERSION, self.step)
         self.buffer.commit(self.step)
-
-    def live(self, batch: list[Trajectory]) -> None:
-        """The whole lives of a batch, from the creation of their tasks to the end of their payloads."""
-        leases = self.begin(len(batch))
-        for lease, body in zip(leases, batch):
-            self.buffer.complete(lease, of(lease, body))
-        self.buffer.get(self.claim())
-        self.end()
 
 
 class RawRedis:
@@ -276,37 +272,28 @@ def throughput(contenders: list[Contender], tokens: str, rounds: int) -> list[Ro
 
 def percentiles(seconds: list[float]) -> tuple[float, float]:
     p50, p99 = np.percentile(seconds, [50, 99])
-    return p50 * US, p99 * US
+    return float(p50) * US, float(p99) * US
 
 
-@dataclass
-class LedgerCost:
-    share: float
-    """Of the time of the whole life."""
-    us: float
-    whole_life_us: float
-    """Of an attempt, from the creation of its task to the commit of its step."""
-
-
-def ledger_cost(url: str, client: redis.Redis, tokens: str, rounds: int) -> LedgerCost:
-    """What bookkeeping adds to an attempt's whole life: the time that Redis spends in the scripts, less the time that
-    it spends in the same scripts without the ledger's lines; both in turns. Not in it: that the file grows by more."""
-    bodies = [trajectory(SIZES[tokens], seed) for seed in range(DISTINCT)] * (BATCH // DISTINCT)
+def ledger_cost(url: str, client: redis.Redis, rounds: int) -> float:
+    """The microseconds that bookkeeping adds to an attempt's whole life, whatever its size: what Redis spends in the
+    scripts, less what it spends in the same scripts without the ledger's lines, in turns. That its file grows by more
+    is not in it."""
+    body = trajectory(50, 0)
     lua = implementation._lua
     without = lambda name: lua(name) + (NO_LEDGER if name == "attempts" else "")  # noqa: E731
-    booked = Argosy(url, f"booked-{tokens}")
+    booked = Argosy(url, "booked")
     with patch.object(implementation, "_lua", without):
-        unbooked = Argosy(url, f"unbooked-{tokens}")
-    found = []
+        unbooked = Argosy(url, "unbooked")
+    costs = []
     for number in range(rounds + 1):
-        in_scripts, lives = {}, {}
+        in_scripts = {}
         for one in (booked, unbooked) if number % 2 else (unbooked, booked):
             client.config_resetstat()
-            lives[one] = clock(lambda: one.live(bodies)) * US / BATCH  # noqa: B023
+            one.move([body] * BATCH)
             in_scripts[one] = client.info("commandstats")["cmdstat_evalsha"]["usec"] / BATCH
-        cost = in_scripts[booked] - in_scripts[unbooked]
-        found.append((cost / lives[booked], cost, lives[booked]))
-    return LedgerCost(*map(statistics.median, zip(*found[1:])))  # the first warms up
+        costs.append(in_scripts[booked] - in_scripts[unbooked])
+    return statistics.median(costs[1:])  # the first warms up
 
 
 @dataclass
@@ -350,7 +337,7 @@ class Aim:
     met: bool | None
 
 
-def aims(rows: list[Row], ledger: dict[str, LedgerCost], claim: Claims) -> list[Aim]:
+def aims(rows: list[Row], lives: dict[str, float], ledger: float, claim: Claims) -> list[Aim]:
     ratios = {(row.contender, row.tokens): row.argosy_is for row in rows}
     found = []
     for tokens, least in AIM_RAW.items():
@@ -365,10 +352,12 @@ def aims(rows: list[Row], ledger: dict[str, LedgerCost], claim: Claims) -> list[
     found.append(
         Aim(f"claim of {BATCH} from {COMPLETE:,}, in PINGs", f"≤ {AIM_CLAIM:g}", f"{pings:.1f}", pings <= AIM_CLAIM)
     )
-    for tokens, cost in ledger.items():
-        measured = f"{cost.share:.1%} ({cost.us:.0f} of {cost.whole_life_us:,.0f} µs)"
+    for tokens, life in lives.items():
+        measured = f"{ledger / life:.1%} ({ledger:.0f} of {life:,.0f} µs)"
         aim = f"< {AIM_LEDGER:.0%}"
-        found.append(Aim(f"the ledger's share of an attempt's time, {tokens}", aim, measured, cost.share < AIM_LEDGER))
+        found.append(
+            Aim(f"the ledger's share of an attempt's time, {tokens}", aim, measured, ledger / life < AIM_LEDGER)
+        )
     return found
 
 
@@ -428,21 +417,26 @@ def main() -> int:
     options = parser.parse_args()
     with own_redis() as url:
         client = redis.Redis.from_url(url)
-        contenders: list[Contender] = [Argosy(url), RawRedis(client), Lists(client)]
+        argosy = Argosy(url)
+        contenders: list[Contender] = [argosy, RawRedis(client), Lists(client)]
         if ray is not None:
             contenders.append(RayQueue())
-        rows = [row for tokens in SIZES for row in throughput(contenders, tokens, options.rounds)]
+        rows, lives = [], {}
+        for tokens in SIZES:
+            argosy.lives.clear()
+            rows += throughput(contenders, tokens, options.rounds)
+            lives[tokens] = statistics.median(argosy.lives) * US
         if ray is not None:
             ray.shutdown()
-        ledger = {tokens: ledger_cost(url, client, tokens, options.rounds) for tokens in SIZES}
+        ledger = ledger_cost(url, client, 5 * options.rounds)
         claim = claims(url, client)
         version = client.info("server")["redis_version"]
-    found = aims(rows, ledger, claim)
+    found = aims(rows, lives, ledger, claim)
     about = f"Redis {version}, redis-py {redis.__version__}, Python {platform.python_version()}, {platform.machine()}"
     if options.json:
-        costs = {tokens: asdict(cost) for tokens, cost in ledger.items()}
-        results = {"rows": [asdict(row) for row in rows], "ledger": costs, "claims": asdict(claim)}
-        print(json.dumps({"about": about} | results | {"aims": [asdict(aim) for aim in found]}, indent=2))
+        rest = {"whole_life_us": lives, "ledger_us": ledger, "claims": asdict(claim)}
+        results = {"about": about, "rows": [asdict(row) for row in rows]} | rest
+        print(json.dumps(results | {"aims": [asdict(aim) for aim in found]}, indent=2, ensure_ascii=False))
     else:
         show(rows, claim, found, about)
     return 1 if options.check and any(aim.met is False for aim in found) else 0
