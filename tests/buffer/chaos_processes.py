@@ -62,8 +62,8 @@ class Episode:
 
     def resume(self, partial: Trajectory) -> None:
         (trace,) = partial.traces
-        self.home = trace.tokens[1:][~trace.sampled[1:]].tolist()
-        self.sampled = list(zip(trace.tokens[trace.sampled].tolist(), trace.versions[trace.sampled].tolist()))
+        self.home, sampled = tokens(partial)
+        self.sampled = list(zip(sampled, trace.versions[trace.sampled].tolist()))
 
     @property
     def oldest(self) -> int | None:
@@ -288,12 +288,17 @@ def read(buffer: ReplayBuffer, ids: list[str]) -> tuple[dict[str, dict[str, Any]
         found = buffer.get(ids)
     except Unreadable as error:
         return {}, error.reasons
-    return {one.attempt: {"tokens": sampled_tokens(one), "oldest": one.oldest_version} for one in found}, {}
+    facts = {}
+    for one in found:
+        home, sampled = tokens(one)
+        facts[one.attempt] = {"home": home, "tokens": sampled, "oldest": one.oldest_version}
+    return facts, {}
 
 
-def sampled_tokens(trajectory: Trajectory) -> list[int]:
+def tokens(trajectory: Trajectory) -> tuple[list[int], list[int]]:
+    """Those that came home in earlier segments, and those that this one brings."""
     (trace,) = trajectory.traces
-    return trace.tokens[trace.sampled].tolist()
+    return trace.tokens[1:][~trace.sampled[1:]].tolist(), trace.tokens[trace.sampled].tolist()
 
 
 def learn(life: Life, follower: Connection, birth: int) -> None:

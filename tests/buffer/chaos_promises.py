@@ -1,13 +1,12 @@
 """What must hold when everybody is dead: checked against the lineage of the learner's newest checkpoint."""
 
-import re
 from collections import Counter
 from typing import Any
 
 import books
 import redis
 from argosy.buffer import ReplayBuffer, Unreadable, read_archive
-from chaos_processes import CHECKPOINT_EVERY, Life, Lineage, sampled_tokens
+from chaos_processes import CHECKPOINT_EVERY, Life, Lineage, tokens
 
 ASIDE = 100  # how many the buffer keeps
 KEPT_ASIDE = ("dropped:poisoned", "dropped:rejected")
@@ -42,21 +41,19 @@ def check(life: Life, client: redis.Redis, forgetful: bool) -> dict[str, int]:
 def check_steps(life: Life, lines: list[dict[str, Any]]) -> None:
     """Uses, staleness, tokens, the order of segments: of the lineage alone."""
     uses: Counter[str] = Counter()
-    tokens: dict[int, str] = {}
-    segments: dict[str, float] = {}
+    where: dict[int, str] = {}
+    passed: set[int] = set()  # what came home before something that was trained
     for line in lines:
         for attempt in dict.fromkeys(line["ids"]):
             fact = line["facts"][attempt]
             uses[attempt] += 1
             assert line["version"] - fact["oldest"] <= life.settings.eta, f"{attempt} was too old in {line}"
             for token in fact["tokens"]:
-                other = tokens.setdefault(token, attempt)
+                other = where.setdefault(token, attempt)
                 assert other == attempt, f"token {token} was trained in {other} and in {attempt}"
-            if life.segments and uses[attempt] == 1:
-                number = float(attempt.partition(":")[2].partition("/")[0] or "inf")
-                episode = re.split("[:/]", attempt)[0]
-                assert segments.get(episode, 0) < number, f"segment {attempt} came after {segments[episode]}"
-                segments[episode] = number
+            early = passed.intersection(fact["tokens"]) if uses[attempt] == 1 else None
+            assert not early, f"{attempt} was trained after a later segment of its episode"
+            passed.update(fact["home"])
     over = {attempt: n for attempt, n in uses.items() if n > life.settings.max_uses}
     assert not over, f"trained too often: {over}"
 
@@ -153,7 +150,7 @@ def check_archive(
     }
     assert missing <= sabotaged, f"not archived: {missing - sabotaged}"
     if not forgetful:
-        tokens = {attempt: fact["tokens"] for line in lines for attempt, fact in line["facts"].items()}
+        trained = {attempt: fact["tokens"] for line in lines for attempt, fact in line["facts"].items()}
         for one in archived:
-            here = sampled_tokens(one.trajectory)
-            assert tokens.get(one.trajectory.attempt, here) == here, f"{one.trajectory.attempt} was another"
+            _, here = tokens(one.trajectory)
+            assert trained.get(one.trajectory.attempt, here) == here, f"{one.trajectory.attempt} was another"
