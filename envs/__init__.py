@@ -12,9 +12,8 @@ from .errors import (
     ToolError,
     UnknownEnvironment,
 )
-from .pool import SandboxPool, close_shared_pools
 from .registry import make_env, register
-from .sandbox import Limits, Outcome, Result, Sandbox
+from .sandboxes import Limits, Outcome, Result, Sandbox, SandboxPool, SandboxSpec, close_shared_pools
 from .tool_env import Grade, Message, Step, ToolEnv
 from .tools import Tool, ToolCall, tool
 
@@ -30,6 +29,7 @@ __all__ = [
     "Sandbox",
     "SandboxGone",
     "SandboxPool",
+    "SandboxSpec",
     "SandboxUnavailable",
     "Step",
     "Tool",

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import ToolError
-from .pool import SandboxPool
-from .sandbox import Outcome
+from .sandboxes import Outcome, SandboxPool
 from .tool_env import Grade, Message, ToolEnv
 from .tools import tool
 

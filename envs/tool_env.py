@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeVar
 import gymnasium
 
 from .errors import InvalidGrade, ToolError
-from .pool import close_shared_pools
+from .sandboxes import close_shared_pools
 from .tools import Tool, ToolCall, as_text, is_tool
 
 T = TypeVar("T")

@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from .errors import SandboxGone, SandboxUnavailable
-from .sandbox import DEFAULT_LIMITS, Limits, Outcome, Sandbox
+from ..errors import SandboxGone, SandboxUnavailable
+from .sandbox import Sandbox
+from .spec import DEFAULT_LIMITS, Limits, Outcome
 
 _STARTS = 2  # starts at once: more only make each other slower
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from .errors import SandboxUnavailable
+from ..errors import SandboxUnavailable
 
 _NOBODY = "65534"
 _SYSTEM_PYTHON = "/usr/bin/python3"

@@ -12,56 +12,16 @@ import os
 import struct
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict
+from typing import Any
 
+from ..errors import SandboxGone, SandboxUnavailable
 from . import bubblewrap
-from .errors import SandboxGone, SandboxUnavailable
+from .spec import DEFAULT_LIMITS, Limits, Outcome, Result
 
 _LENGTHS = struct.Struct(">II")
 _GRACE = 10.0  # seconds beyond a call's deadline before the guest itself counts as stuck; machines are busy
 _START = 30.0
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of one sandbox. Deadlines belong to the calls."""
-
-    memory: int = 512 * 2**20
-    """Bytes of all processes together; beyond it everything is killed and the reason is "oom"."""
-
-    processes: int = 64
-    """Processes and threads at once."""
-
-    file_size: int = 64 * 2**20
-    """Bytes of the largest file."""
-
-    disk: int = 256 * 2**20
-    """Bytes of the workspace (in memory), and of /tmp and /dev/shm each."""
-
-    output: int = 64 * 2**10
-    """Bytes kept of a command's output, half from its start and half from its end; and of `run_python`'s results."""
-
-
-DEFAULT_LIMITS = Limits()
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a command ended: `exit` as a shell tells it (128 + signal), `reason` None when it ended by itself."""
-
-    exit: int
-    output: str
-    truncated: bool = False
-    reason: Literal["timeout", "oom", "killed"] | None = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One call of `run_python`: a JSON value, or an `error` such as "ZeroDivisionError: division by zero"."""
-
-    value: Any = None
-    error: str | None = None
 
 
 class Sandbox:
