@@ -11,20 +11,21 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from ..errors import SandboxGone, SandboxUnavailable
+from .bubblewrap import BubblewrapSandbox
 from .sandbox import Sandbox
-from .spec import DEFAULT_LIMITS, Limits, Outcome
+from .spec import DEFAULT_SPEC, Outcome, SandboxSpec
 
 _STARTS = 2  # starts at once: more only make each other slower
 
-_shared: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[int, Limits], SandboxPool]]"
+_shared: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[int, SandboxSpec], SandboxPool]]"
 _shared = weakref.WeakKeyDictionary()
 
 
 class SandboxPool:
     """Belongs to the event loop it is first used in. Sandboxes start when they are needed and stay warm."""
 
-    def __init__(self, size: int = 4, limits: Limits = DEFAULT_LIMITS):
-        self.size, self.limits = size, limits
+    def __init__(self, size: int = 4, spec: SandboxSpec = DEFAULT_SPEC):
+        self.size, self.spec = size, spec
         self._free = asyncio.Semaphore(size)
         self._starting = asyncio.Semaphore(_STARTS)
         self._idle: list[Sandbox] = []
@@ -32,10 +33,10 @@ class SandboxPool:
         self._closed = False
 
     @classmethod
-    def shared(cls, size: int = 4, limits: Limits = DEFAULT_LIMITS) -> "SandboxPool":
-        """The pool of this size and these limits of the running event loop; `close_shared_pools` ends it."""
+    def shared(cls, size: int = 4, spec: SandboxSpec = DEFAULT_SPEC) -> "SandboxPool":
+        """The pool of this size and spec of the running event loop; `close_shared_pools` ends it."""
         pools = _shared.setdefault(asyncio.get_running_loop(), {})
-        return pools.setdefault((size, limits), cls(size, limits))
+        return pools.setdefault((size, spec), cls(size, spec))
 
     async def acquire(self, timeout: float = 60.0, fresh: bool = False) -> Sandbox:
         """A clean sandbox, for the caller alone until `release`; `fresh` wants one that nobody had before."""
@@ -91,6 +92,8 @@ class SandboxPool:
         for fresh in (False, True):
             try:
                 async with self.sandbox(fresh) as sandbox:
+                    if not isinstance(sandbox, BubblewrapSandbox):
+                        raise ValueError(f"run_python needs the bubblewrap back end, not {self.spec.backend}: use exec")
                     return await sandbox.run_python(source, function, arguments, timeout, files)
             except SandboxGone:
                 continue
@@ -113,7 +116,7 @@ class SandboxPool:
             if sandbox.alive:
                 return sandbox
         async with self._starting:
-            sandbox = await Sandbox.open(self.limits)
+            sandbox = await Sandbox.open(self.spec)
         self._started = [*(other for other in self._started if not other.ended), sandbox]
         return sandbox
 

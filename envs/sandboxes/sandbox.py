@@ -1,187 +1,87 @@
-"""One sandbox, from the owner's side: code of others runs here and can harm nothing but itself.
+"""What every sandbox can do, whichever back end runs it: code of others runs here and can harm nothing but itself.
 
-Invariant: every call ends, at its own deadline (kept by the guest, which kills the whole process tree) or a few
-seconds later at ours (which kills the guest). After a call that did not end properly the sandbox is dead and says so;
-it never answers one call with the result of another. What agents cause is a `Result` or an `Outcome`; only a sandbox
-that is lost raises.
+Invariant: every call ends, at its own deadline (the whole process tree is killed) or a few seconds later (the sandbox
+is). After a call that did not end properly the sandbox is dead and says so; it never answers one call with the result
+of another. What agents cause is a `Result` or an OSError; only a sandbox that is lost raises an `InfrastructureError`.
 """
 
-import asyncio
-import json
-import os
-import struct
-import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
-from ..errors import SandboxGone, SandboxUnavailable
-from . import bubblewrap
-from .spec import DEFAULT_LIMITS, Limits, Outcome, Result
-
-_LENGTHS = struct.Struct(">II")
-_GRACE = 10.0  # seconds beyond a call's deadline before the guest itself counts as stuck; machines are busy
-_START = 30.0
+from .spec import DEFAULT_SPEC, Result, SandboxSpec
 
 
-class Sandbox:
-    """Made by `open`. One call at a time; concurrent callers wait for each other."""
+class Sandbox(ABC):
+    """Made by `open`. To know: `exec`, `write`, `read`. One call at a time; concurrent callers wait for each other.
 
-    def __init__(self, process: subprocess.Popen[bytes], streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]):
-        self._process = process
-        assert process.stderr is not None
-        self._stderr, self._words = process.stderr, b""
-        self._reader, self._writer = streams
-        self._turn = asyncio.Lock()
-        self._alive = True
+    Paths are absolute or relative to `spec.workdir`.
+    """
+
+    spec: SandboxSpec
 
     @classmethod
-    async def open(cls, limits: Limits = DEFAULT_LIMITS) -> "Sandbox":
-        """Start one (15-40 ms); `SandboxUnavailable` says what to install or to switch on."""
-        process, connection = bubblewrap.launch(asdict(limits))
-        sandbox = cls(process, await asyncio.open_connection(sock=connection))
-        try:
-            async with asyncio.timeout(_START):
-                await sandbox._receive()
-        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
-            await sandbox.close()
-            raise SandboxUnavailable(bubblewrap.explain(sandbox._last_words())) from error
-        except BaseException:
-            sandbox.kill()
-            raise
-        return sandbox
+    async def open(cls, spec: SandboxSpec = DEFAULT_SPEC) -> "Sandbox":
+        """Start one on the back end of `spec`; `SandboxUnavailable` says what to install or to switch on."""
+        if spec.backend == "docker":
+            from .docker import DockerSandbox
+
+            return await DockerSandbox.open(spec)
+        from .bubblewrap import BubblewrapSandbox
+
+        return await BubblewrapSandbox.open(spec)
+
+    @abstractmethod
+    async def exec(self, command: str, timeout: float = 60.0, fresh: bool = False) -> Result:
+        """Run a command in the sandbox's bash: `cd`, variables and functions carry over to the next.
+
+        Standard input is empty. At the deadline every process of the sandbox is killed, and the next command gets a new
+        shell; so it does after `exit`. A process left in the background lives on and delays nothing. `fresh` takes a
+        new shell right away, free of whatever was defined in the old one: what grades an agent wants that.
+        """
+
+    @abstractmethod
+    async def write(self, path: str, content: str | bytes, executable: bool = False) -> None:
+        """Write a file; folders are made. OSError as `open` would raise it."""
+
+    @abstractmethod
+    async def read(self, path: str) -> bytes:
+        """Read a regular file of at most `limits.file_size`. OSError as `open` would raise it."""
+
+    @abstractmethod
+    async def snapshot(self, paths: Sequence[str] | None = None, exclude: Sequence[str] = ()) -> bytes:
+        """A tar of these paths (None: the workdir), for `restore`, here or in another sandbox.
+
+        It holds regular files, folders and links (never what they point to), named relative to the workdir, or absolute
+        where they lie outside; no fifos, no devices. Paths that do not exist are left out, and so is what matches a
+        glob of `exclude` ("tests/**", "**/conftest.py"), relative to the workdir. OSError (EFBIG) beyond `limits.disk`.
+        """
+
+    @abstractmethod
+    async def restore(self, tar: bytes) -> None:
+        """Put back what `snapshot` took, over what is there; files that are not in the tar stay.
+
+        No link is ever followed on the way: one in place of a folder is replaced. ValueError for a tar that `snapshot`
+        would not make (a name with "..", a device); then nothing was written.
+        """
+
+    @abstractmethod
+    async def reset(self) -> None:
+        """Kill all processes and undo all changes to files; `SandboxGone` if it cannot be made clean."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End it and wait until it is gone; may be called twice."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End it at once, without waiting; may be called twice."""
 
     @property
+    @abstractmethod
     def alive(self) -> bool:
         """It may be used: not closed, not broken, and its process runs."""
-        return self._alive and not self.ended
 
     @property
+    @abstractmethod
     def ended(self) -> bool:
-        """Its process is gone, and with it every process inside."""
-        return self._process.poll() is not None
-
-    async def exec(self, command: str, timeout: float = 60.0) -> Result:
-        """Run a shell command in the workspace. At the deadline every process of the sandbox is killed.
-
-        A process left in the background lives on, with its output cut off, until a deadline, `run_python` or `reset`.
-        """
-        header, output = await self._request({"do": "run", "seconds": timeout}, _encode(command), timeout)
-        return Result(header["exit"], output.decode(errors="replace"), header["truncated"], header["reason"])
-
-    async def write(self, path: str, content: str | bytes) -> None:
-        """Write a file, relative to the workspace; folders are made. OSError as `open` would raise it."""
-        await self._request({"do": "write", "path": path}, _encode(content) if isinstance(content, str) else content)
-
-    async def read(self, path: str) -> bytes:
-        """Read a regular file, relative to the workspace. OSError as `open` would raise it."""
-        return (await self._request({"do": "read", "path": path}))[1]
-
-    async def run_python(
-        self,
-        source: str,
-        function: str,
-        arguments: Sequence[Sequence[Any]],
-        timeout: float = 2.0,
-        files: Mapping[str, str] | None = None,
-    ) -> list[Outcome]:
-        """Call `function` of `source` with each list of arguments: one `Outcome` each, within `timeout` for all.
-
-        A fork of the warm interpreter (2-4 ms) with the standard library and, as modules, the workspace; `files` are
-        written there first. Arguments and values travel as JSON (a tuple comes back as a list). Everything else that
-        runs in the sandbox is killed.
-        """
-        request = {"do": "python", "source": source, "function": function, "seconds": timeout}
-        request |= {"arguments": [list(a) for a in arguments], "files": dict(files or {})}
-        header, lines = await self._request(request, seconds=timeout)
-        outcomes = [_outcome(line) for line in lines.split(b"\n") if line]
-        missing = Outcome(error=_why_missing(header["reason"], timeout))
-        return outcomes + [missing] * (len(arguments) - len(outcomes))
-
-    async def reset(self) -> None:
-        """Kill all processes and empty the workspace, /tmp and /dev/shm; `SandboxGone` if it cannot be made clean."""
-        header, _ = await self._request({"do": "reset"})
-        if not header["clean"]:
-            self.kill()
-            raise SandboxGone("the sandbox could not be made clean again and was removed")
-
-    async def close(self) -> None:
-        """End it and wait until it is gone."""
-        self._alive = False
-        self._writer.close()
-        for _ in range(200):
-            if self._process.poll() is not None:
-                break
-            await asyncio.sleep(0.01)
-        else:
-            self._process.kill()
-            await asyncio.to_thread(self._process.wait, _GRACE)
-        self._last_words()
-        self._stderr.close()
-
-    def kill(self) -> None:
-        """End it at once, without waiting."""
-        self._alive = False
-        self._process.kill()
-        self._writer.close()
-
-    async def _request(
-        self, header: dict[str, Any], body: bytes = b"", seconds: float = 20.0
-    ) -> tuple[dict[str, Any], bytes]:
-        encoded = json.dumps(header).encode()
-        frame = _LENGTHS.pack(len(encoded), len(body)) + encoded + body
-        async with self._turn:
-            if not self._alive:
-                raise SandboxGone("the sandbox is closed")
-            try:
-                async with asyncio.timeout(seconds + _GRACE):
-                    self._writer.write(frame)
-                    await self._writer.drain()
-                    answer, payload = await self._receive()
-            except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
-                self.kill()
-                late = isinstance(error, TimeoutError)
-                fate = f"did not answer within {seconds + _GRACE:g} s" if late else "died"
-                raise SandboxGone(f"the sandbox {fate} during {header['do']!r}. {self._last_words()}") from error
-            except BaseException:
-                self.kill()  # cancelled half-way: the next answer would be the wrong one
-                raise
-        if "errno" in answer:
-            raise OSError(answer["errno"], answer["message"])
-        return answer, payload
-
-    async def _receive(self) -> tuple[dict[str, Any], bytes]:
-        header_size, body_size = _LENGTHS.unpack(await self._reader.readexactly(_LENGTHS.size))
-        data = await self._reader.readexactly(header_size + body_size)
-        return json.loads(data[:header_size]), data[header_size:]
-
-    def _last_words(self) -> str:
-        """What the process wrote to stderr so far."""
-        if not self._stderr.closed:
-            os.set_blocking(self._stderr.fileno(), False)
-            self._words += self._stderr.read(1 << 16) or b""
-        return self._words.decode(errors="replace").strip()[-2000:]
-
-
-def _encode(text: str) -> bytes:
-    """A model's JSON can hold half a surrogate pair; UTF-8 cannot."""
-    return text.encode(errors="replace")
-
-
-def _outcome(line: bytes) -> Outcome:
-    """The line comes from a process that ran code of others: whatever it is, it becomes an outcome."""
-    try:
-        value, error = json.loads(line)
-    except (ValueError, TypeError, RecursionError):
-        return Outcome(error="Crashed: the result is not readable")
-    return Outcome(value) if error is None else Outcome(error=str(error)[:300])
-
-
-def _why_missing(reason: str | None, timeout: float) -> str:
-    known = {
-        None: "Crashed: the process ended before it returned a result",
-        "timeout": f"Timeout: no result within {timeout:g} s",
-        "oom": "OutOfMemory: too much memory was used",
-        "output": "OutputTooLarge: the results do not fit",
-    }
-    return known.get(reason, f"Crashed: {reason}")
+        """It is gone, with every process inside."""

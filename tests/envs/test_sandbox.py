@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from argosy.envs import Limits, Outcome, Result, Sandbox, SandboxGone
+from argosy.envs import Limits, Outcome, Result, Sandbox, SandboxGone, SandboxSpec
 
 TIMEOUT = Result(137, "", reason="timeout")
 
@@ -95,7 +95,7 @@ def test_a_memory_hog_is_told_apart(run: Any) -> None:
     hog = "x = []\nwhile True: x.append(bytearray(2**20))"
 
     async def body() -> None:
-        sandbox = await Sandbox.open(Limits(memory=100 * 2**20))
+        sandbox = await Sandbox.open(SandboxSpec(limits=Limits(memory=100 * 2**20)))
         assert (await sandbox.exec(f'python3 -c "{hog}"')).reason == "oom"
         assert (await sandbox.exec(f'python3 -c "{hog}" & python3 -c "{hog}" & wait')).reason == "oom"
         refused = await sandbox.exec("python3 -c 'bytearray(2**40)'")
@@ -113,7 +113,7 @@ def test_a_memory_hog_is_told_apart(run: Any) -> None:
 
 def test_memory_is_watched_between_calls_too(run: Any) -> None:
     async def body() -> None:
-        sandbox = await Sandbox.open(Limits(memory=50 * 2**20))
+        sandbox = await Sandbox.open(SandboxSpec(limits=Limits(memory=50 * 2**20)))
         hog = "x = []\nwhile True: x.append(bytearray(2**20))"
         assert await sandbox.exec(f"(sleep 0.3; exec python3 -c '{hog}') &") == Result(0, "")
         for _ in range(200):
@@ -130,7 +130,7 @@ def test_memory_is_watched_between_calls_too(run: Any) -> None:
 
 def test_other_limits(run: Any) -> None:
     async def body() -> None:
-        sandbox = await Sandbox.open(Limits(file_size=2**20, disk=4 * 2**20))
+        sandbox = await Sandbox.open(SandboxSpec(limits=Limits(file_size=2**20, disk=4 * 2**20)))
         assert (await sandbox.exec("head -c 2000000 /dev/zero > big")).reason is None
         assert (await sandbox.exec("stat -c %s big")).output == "1048576\n"
         for folder in (".", "/tmp", "/dev/shm"):
