@@ -1,0 +1,168 @@
+"""Judging a finished stage where the agent cannot reach.
+
+Invariant: what judges has never been in the agent's hands. A second, fresh sandbox ("the room") gets the task's files
+and set-up, then the agent's changes to the declared artefacts and nothing else (`work.py`), then the hidden files over
+whatever is in their place, and runs the command once, to its deadline, without network. Everything read out of either
+sandbox is bounded and parsed as hostile. Only a task that says `shared` is judged where the agent worked; then its
+processes are ended first, and what it left in the judge's places is removed.
+
+A verifier that does not end in time, or leaves nothing readable, is `InvalidGrade`: no reward, and not 0.
+"""
+
+import asyncio
+import posixpath
+import shlex
+import weakref
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from ..errors import InvalidGrade
+from ..sandboxes import Result, Sandbox, SandboxSpec
+from ..tasks import RewardFile, Stage, Task
+from ..tool_env import Grade
+from .rewards import LARGEST as LARGEST_REWARD
+from .testimony import Testimony, Witness, read_journal
+from .verdicts import Evidence, judge
+from .work import Work, absolute, difference
+
+_ROOMS = 2  # at once, per event loop: grading must not starve the episodes that are still being played
+_SETUP = 600.0  # seconds for a task's set-up
+_REWARDS = ("reward.json", "reward.txt")
+_NOT_WORK = ("**/.git/**", ".git/**", "**/__pycache__/**")
+
+_gates: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]" = weakref.WeakKeyDictionary()
+
+
+async def grade(task: Task, stage: Stage, sandbox: Sandbox) -> Grade:
+    """The grade of a stage as the agent left it in `sandbox`; `InvalidGrade` when there is none."""
+    if stage.grading.shared:
+        await sandbox.exec("kill -9 -1", fresh=True)
+        return await _verify(task, stage, sandbox, Work({}, {}, ()))
+    paths = [absolute(path, task.sandbox.workdir) for path in stage.grading.artefacts]
+    try:
+        made = await sandbox.snapshot(paths, _NOT_WORK)
+    except OSError:  # more than a sandbox may hold
+        return Grade(0.0, {"unreadable": 1.0})
+    async with _room(task.sandbox) as room:
+        await prepare(task, stage, room)
+        work = difference(made, await room.snapshot(paths, _NOT_WORK), stage, task.sandbox.workdir)
+        await _remove(room, [*work.removed, *work.written])
+        await room.restore(work.archive(task.sandbox.workdir))
+        return await _verify(task, stage, room, work)
+
+
+async def prepare(task: Task, stage: Stage, sandbox: Sandbox) -> None:
+    """What an agent finds when `stage` begins, without what it did in the stages before."""
+    for number, each in enumerate(task.stages):
+        await place(each.files, sandbox)
+        if number == 0 and task.setup:
+            result = await sandbox.exec(task.setup, timeout=_SETUP, fresh=True)
+            if result.exit != 0:
+                raise InvalidGrade(f"the set-up of {task.id} ended with {result.exit}: {result.output[-500:]}")
+        if each == stage:
+            return
+    raise ValueError(f"task {task.id} has no such stage")
+
+
+async def apply_solution(stage: Stage, sandbox: Sandbox) -> Result:
+    """Do what the reference does; the result is that of its command, if it has one."""
+    if stage.solution is None:
+        raise ValueError("this stage has no reference solution")
+    await place(stage.solution.files, sandbox)
+    if not stage.solution.command:
+        return Result(0, "")
+    return await sandbox.exec(stage.solution.command, timeout=stage.grading.seconds, fresh=True)
+
+
+async def steady(task: Task, stage: Stage, sandbox: Sandbox) -> tuple[Grade, Grade]:
+    """Grade the same work twice: where the rewards differ, the grader is flaky."""
+    return await grade(task, stage, sandbox), await grade(task, stage, sandbox)
+
+
+async def place(files: Mapping[str, bytes], sandbox: Sandbox) -> None:
+    """Put files in, over whatever is there: links are replaced, never followed."""
+    if files:
+        workdir = sandbox.spec.workdir
+        await sandbox.restore(Work.of(files, workdir).archive(workdir))
+
+
+async def _verify(task: Task, stage: Stage, room: Sandbox, work: Work) -> Grade:
+    grading, workdir, witness = stage.grading, task.sandbox.workdir, Witness()
+    hidden = {absolute(path, workdir): content for path, content in grading.files.items()}
+    rewards = grading.verdict.folder if isinstance(grading.verdict, RewardFile) else None
+    await _remove(room, [*hidden, *([rewards] if rewards else [])])
+    agent = [path for path in work.contents if path.endswith(".py")]
+    await place(hidden | witness.files(agent, [path for path in hidden if path.endswith(".py")]), room)
+    if rewards:
+        await room.exec(f"mkdir -p {shlex.quote(rewards)}", fresh=True)
+    log = f"{witness.folder}/log"
+    command = f"cd {shlex.quote(workdir)} && {{ {witness.watch(grading.command)}\n}} > {log} 2>&1"
+    result = await room.exec(command, timeout=grading.seconds, fresh=True)
+    if result.reason == "timeout":
+        raise InvalidGrade(f"the verifier of {task.id} did not end within {grading.seconds:g} s")
+    await room.exec("kill -9 -1", fresh=True)  # nothing may still write while we read
+    return judge(
+        grading.verdict,
+        Evidence(
+            result.exit,
+            (await _text(room, log)).decode(errors="replace"),
+            await _testimony(room, witness),
+            await _rewards(room, rewards),
+        ),
+    )
+
+
+@asynccontextmanager
+async def _room(spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+    """A sandbox that nobody had before, without network; gone afterwards."""
+    gate = _gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_ROOMS))
+    async with gate:
+        room = await Sandbox.open(replace(spec, network=()))
+        try:
+            yield room
+        finally:
+            await room.close()
+
+
+async def _remove(room: Sandbox, paths: Iterable[str]) -> None:
+    """A few at a time: a command may not be longer than the kernel allows an argument to be."""
+    few: list[str] = []
+    for path in [*map(shlex.quote, paths), ""]:
+        if few and (not path or sum(map(len, few)) + len(path) > 60_000):
+            await room.exec("rm -rf -- " + " ".join(few), fresh=True)
+            few = []
+        few.append(path)
+
+
+async def _text(room: Sandbox, path: str) -> bytes:
+    try:
+        return await room.read(path)
+    except OSError as error:
+        raise InvalidGrade(f"the verifier's {posixpath.basename(path)} cannot be read: {error}") from None
+
+
+async def _testimony(room: Sandbox, witness: Witness) -> Testimony:
+    try:
+        return read_journal(await room.read(witness.journal))
+    except FileNotFoundError:
+        return Testimony()
+    except OSError:
+        return Testimony(fouls=("it wrote to the journal",))
+
+
+async def _rewards(room: Sandbox, folder: str | None) -> dict[str, bytes]:
+    """The reward files that are there. One that is no plain file of a few bytes is worth as much as "none"."""
+    found = {}
+    for name in _REWARDS if folder else ():
+        path = posixpath.join(folder or "", name)
+        try:
+            content = await room.read(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise InvalidGrade(f"{path} cannot be read: {error}") from None
+        if len(content) > LARGEST_REWARD:
+            raise InvalidGrade(f"{path} is larger than {LARGEST_REWARD} bytes")
+        found[name] = content
+    return found
