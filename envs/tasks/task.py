@@ -63,6 +63,8 @@ class Grading:
     """Glob patterns, relative to the workdir: what the agent made of these is not carried over."""
     shared: bool = False
     """Grade where the agent worked, because the state of its machine is the work."""
+    sandbox: SandboxSpec | None = None
+    """The clean sandbox, where it is not as the task's (Harbor's separate verifier with an image of its own)."""
     seconds: float = 600.0
 
 
@@ -81,6 +83,10 @@ class Stage:
     solution: Solution | None = None
     files: Files = field(default_factory=dict)
     """Given to the agent when the stage begins."""
+    setup: str = ""
+    """A shell command, run once after the stage's files are there; before the first stage, after the task's own."""
+    least: float | None = None
+    """A lower reward of this stage ends the task, as does one below the task's."""
 
 
 @dataclass(frozen=True)

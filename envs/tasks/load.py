@@ -1,0 +1,97 @@
+"""Task sources by name: "harbor:PATH", "swebench:FILE", "directory:PATH", "factory:PACKAGE".
+
+Invariant: the same source gives the same tasks in the same order. Tasks that could not be loaded are told, each with
+its file and field, beside those that could.
+"""
+
+import difflib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ..sandboxes import SandboxSpec
+from ..sources.order import check_split, in_split
+from . import directory, harbor, swebench
+from .reading import Problem
+from .task import Task
+
+Backend = Literal["bubblewrap", "docker"]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    tasks: tuple[Task, ...]
+    problems: tuple[Problem, ...]
+
+
+def load_tasks(source: str, backend: Backend | None = None, **options: Any) -> Loaded:
+    """Read all tasks of a source; ValueError for a source or an option that does not exist.
+
+    `backend` is where they run, None: as the format usually does. Further options: `image` for directory tasks in
+    Docker; `repository`, a local clone, for SWE-bench rows.
+    """
+    scheme, _, rest = source.partition(":")
+    if scheme not in SOURCES or not rest:
+        near = difflib.get_close_matches(scheme, SOURCES, n=1)
+        hint = (
+            f"did you mean {near[0]}:...?" if near else f"write one of {', '.join(f'{name}:...' for name in SOURCES)}"
+        )
+        raise ValueError(f"no task source {source!r}: {hint}")
+    tasks: dict[str, Task] = {}
+    problems: list[Problem] = []
+    for found in SOURCES[scheme](rest, backend, **options):
+        if isinstance(found, Problem):
+            problems.append(found)
+        elif found.id in tasks:
+            problems.append(Problem(found.origin, "id", f"{found.id} is also in {tasks[found.id].origin}"))
+        else:
+            tasks[found.id] = found
+    return Loaded(tuple(tasks.values()), tuple(problems))
+
+
+@functools.lru_cache(maxsize=8)
+def tasks_of(source: str, split: str = "all", backend: Backend | None = None, **options: Any) -> Loaded:
+    """`load_tasks`, kept for the many environments of a process, and of the tasks those of a split."""
+    check_split(split)
+    loaded = load_tasks(source, backend, **options)
+    return Loaded(tuple(task for task in loaded.tasks if in_split(task.id, split)), loaded.problems)
+
+
+def _folder(path: str) -> Path:
+    if not Path(path).is_dir():
+        raise ValueError(f"no folder {path!r} to load tasks from")
+    return Path(path)
+
+
+def _directory(path: str, backend: Backend | None, image: str | None = None) -> Iterator[Task | Problem]:
+    if (backend == "docker") != (image is not None):
+        raise ValueError(
+            "directory tasks in Docker need backend='docker' and an image with python3, such as 'python:3.12'"
+        )
+    return directory.load(_folder(path), SandboxSpec(backend or "bubblewrap", image=image))
+
+
+def _harbor(path: str, backend: Backend | None) -> Iterator[Task | Problem]:
+    return harbor.load(_folder(path), backend or "docker")
+
+
+def _swebench(path: str, backend: Backend | None, repository: str | None = None) -> Iterator[Task | Problem]:
+    if not Path(path).is_file():
+        raise ValueError(f"no file {path!r} to load rows from")
+    return swebench.load(Path(path), backend, Path(repository) if repository else None)
+
+
+def _factory(package: str, backend: Backend | None, **options: Any) -> Iterator[Task | Problem]:
+    factory = importlib.import_module("argosy.envs.tasks.factory")
+    return factory.load(package, backend, **options)
+
+
+SOURCES: dict[str, Callable[..., Iterator[Task | Problem]]] = {
+    "directory": _directory,
+    "factory": _factory,
+    "harbor": _harbor,
+    "swebench": _swebench,
+}
