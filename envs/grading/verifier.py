@@ -44,8 +44,9 @@ async def grade(task: Task, stage: Stage, sandbox: Sandbox) -> Grade:
         made = await sandbox.snapshot(paths, _NOT_WORK)
     except OSError:  # more than a sandbox may hold
         return Grade(0.0, {"unreadable": 1.0})
-    async with _room(task.sandbox) as room:
-        await prepare(task, stage, room)
+    async with _room(stage.grading.sandbox or task.sandbox) as room:
+        if stage.grading.sandbox is None:
+            await prepare(task, stage, room)
         work = difference(made, await room.snapshot(paths, _NOT_WORK), stage, task.sandbox.workdir)
         await _remove(room, [*work.removed, *work.written])
         await room.restore(work.archive(task.sandbox.workdir))
@@ -54,15 +55,21 @@ async def grade(task: Task, stage: Stage, sandbox: Sandbox) -> Grade:
 
 async def prepare(task: Task, stage: Stage, sandbox: Sandbox) -> None:
     """What an agent finds when `stage` begins, without what it did in the stages before."""
-    for number, each in enumerate(task.stages):
-        await place(each.files, sandbox)
-        if number == 0 and task.setup:
-            result = await sandbox.exec(task.setup, timeout=_SETUP, fresh=True)
-            if result.exit != 0:
-                raise InvalidGrade(f"the set-up of {task.id} ended with {result.exit}: {result.output[-500:]}")
+    for each in task.stages:
+        await begin(task, each, sandbox)
         if each == stage:
             return
     raise ValueError(f"task {task.id} has no such stage")
+
+
+async def begin(task: Task, stage: Stage, sandbox: Sandbox) -> None:
+    """Give the files of a stage and run its set-up, in a sandbox where the stages before have begun."""
+    await place(stage.files, sandbox)
+    for command in (task.setup if stage == task.stages[0] else "", stage.setup):
+        if command:
+            result = await sandbox.exec(command, timeout=_SETUP, fresh=True)
+            if result.exit != 0:
+                raise InvalidGrade(f"the set-up of {task.id} ended with {result.exit}: {result.output[-500:]}")
 
 
 async def apply_solution(stage: Stage, sandbox: Sandbox) -> Result:

@@ -12,6 +12,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -51,10 +52,7 @@ def _task(folder: Path, id: str, backend: Literal["bubblewrap", "docker"]) -> Ta
     sandbox, files = _sandbox(folder / "environment", environment, backend)
     steps = _steps(config)
     stages = [_stage(folder, config, step, sandbox, backend) for step in steps or [Fields(where, {})]]
-    first = stages[0]
-    stages[0] = Stage(
-        first.instruction, first.grading, first.solution, files | dict(first.files), first.setup, first.least
-    )
+    stages[0] = replace(stages[0], files=files | dict(stages[0].files))
     seconds = config.table("agent").number("timeout_sec", 600.0)
     return Task(
         id=id,
@@ -122,7 +120,7 @@ def _grading(
     if mode == "separate" and (table.has("docker_image") or "/tests/Dockerfile" in tests):
         if backend != "docker":
             raise table.problem("docker_image", "a verifier with an image of its own needs Docker")
-        clean, _ = _sandbox(folder / "tests", table, backend)
+        clean = replace(_sandbox(folder / "tests", table, backend)[0], workdir=sandbox.workdir)
     return Grading(
         command=_with(own.table("env") if own.has("env") else verifier.table("env"), "bash /tests/test.sh"),
         files=tests,

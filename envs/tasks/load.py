@@ -63,7 +63,7 @@ def tasks_of(source: str, split: str = "all", backend: Backend | None = None, **
 def _folder(path: str) -> Path:
     if not Path(path).is_dir():
         raise ValueError(f"no folder {path!r} to load tasks from")
-    return Path(path)
+    return Path(path).resolve()
 
 
 def _directory(path: str, backend: Backend | None, image: str | None = None) -> Iterator[Task | Problem]:
