@@ -105,5 +105,7 @@ class Task:
     """A stage with a lower reward ends the task; what follows counts as 0."""
     seconds: float = 1800.0
     """The agent's time, over all stages."""
+    family: str = ""
+    """Tasks of one family are on the same side of every split; without one, a task stands for itself."""
     origin: str = ""
     """The file, and where in it, that this was read from; for messages."""
