@@ -1,7 +1,7 @@
 """Which task a seed stands for.
 
-Invariant: it depends on the seed and the number of tasks alone, so every process agrees; n seeds in a row, wherever they
-begin, meet each of n tasks once, and neighbours in a file are far apart.
+Invariant: it depends on the seed and the number of tasks alone, so every process agrees; n seeds in a row, wherever
+they begin, meet each of n tasks once, and neighbours in a file are far apart.
 """
 
 import hashlib
