@@ -11,11 +11,11 @@ import os
 import struct
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from ..errors import SandboxGone, SandboxUnavailable
 from . import launch
+from .archive import pattern, sift
 from .sandbox import Sandbox
 from .spec import DEFAULT_SPEC, Outcome, Result, SandboxSpec
 
@@ -43,8 +43,8 @@ class BubblewrapSandbox(Sandbox):
 
     @classmethod
     async def open(cls, spec: SandboxSpec = DEFAULT_SPEC) -> "BubblewrapSandbox":
-        process, connection = launch.launch(asdict(spec.limits))
-        sandbox = cls(spec, process, await asyncio.open_connection(sock=connection))
+        launched = launch.launch(spec)
+        sandbox = cls(spec, launched.process, await asyncio.open_connection(sock=launched.connection))
         try:
             async with asyncio.timeout(_START):
                 await sandbox._receive()
@@ -65,20 +65,24 @@ class BubblewrapSandbox(Sandbox):
         return self._process.poll() is not None
 
     async def exec(self, command: str, timeout: float = 60.0, fresh: bool = False) -> Result:
-        header, output = await self._request({"do": "run", "seconds": timeout}, _encode(command), timeout)
+        header, output = await self._request(
+            {"do": "run", "seconds": timeout, "fresh": fresh}, _encode(command), timeout
+        )
         return Result(header["exit"], output.decode(errors="replace"), header["truncated"], header["reason"])
 
     async def write(self, path: str, content: str | bytes, executable: bool = False) -> None:
-        await self._request({"do": "write", "path": path}, _encode(content) if isinstance(content, str) else content)
+        header = {"do": "write", "path": path, "executable": executable}
+        await self._request(header, _encode(content) if isinstance(content, str) else content)
 
     async def read(self, path: str) -> bytes:
         return (await self._request({"do": "read", "path": path}))[1]
 
     async def snapshot(self, paths: Sequence[str] | None = None, exclude: Sequence[str] = ()) -> bytes:
-        raise NotImplementedError
+        wanted = ["."] if paths is None else list(paths)
+        return (await self._request({"do": "snapshot", "paths": wanted, "exclude": pattern(exclude)}))[1]
 
     async def restore(self, tar: bytes) -> None:
-        raise NotImplementedError
+        await self._request({"do": "restore"}, await asyncio.to_thread(sift, tar, self.spec.limits.disk))
 
     async def run_python(
         self,
@@ -151,9 +155,14 @@ class BubblewrapSandbox(Sandbox):
         return answer, payload
 
     async def _receive(self) -> tuple[dict[str, Any], bytes]:
-        header_size, body_size = _LENGTHS.unpack(await self._reader.readexactly(_LENGTHS.size))
-        data = await self._reader.readexactly(header_size + body_size)
-        return json.loads(data[:header_size]), data[header_size:]
+        parts = []
+        while True:
+            header_size, body_size = _LENGTHS.unpack(await self._reader.readexactly(_LENGTHS.size))
+            data = await self._reader.readexactly(header_size + body_size)
+            parts.append(data[header_size:])
+            header = json.loads(data[:header_size])
+            if "more" not in header:
+                return header, parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _last_words(self) -> str:
         """What the process wrote to stderr so far."""

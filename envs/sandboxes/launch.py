@@ -1,61 +1,95 @@
 """Starting the guest program under bubblewrap, and explaining why that failed.
 
-Invariant: the guest sees /usr read-only, its own /proc and /dev, three empty scratch file systems of bounded size, and
-nothing else of the host; no network, no capabilities, no user namespaces, and never host root (root goes through
-setpriv, because a user namespace alone maps to the one who made it). Its life hangs on the owner twice: the kernel
-kills bubblewrap with its parent, and the guest leaves when its socket closes.
+Invariant: the guest sees /usr and a few files of /etc read-only, its own /proc and /dev, and an empty file system of
+bounded size as its root, and nothing else of the host; no network, no capabilities, no user namespaces, and never host
+root (root goes through setpriv, because a user namespace alone maps to the one who made it). Its life hangs on the
+owner twice: the kernel kills bubblewrap with its parent, and the guest leaves when its socket closes.
 """
 
+import contextlib
 import functools
 import json
 import os
+import posixpath
 import shutil
 import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import SandboxUnavailable
+from .spec import SandboxSpec
 
-_NOBODY = "65534"
+_NOBODY = 65534
 _SYSTEM_PYTHON = "/usr/bin/python3"
-_GUEST = Path(__file__).with_name("guest.py")
-_GUEST_INSIDE = "/run/guest.py"
-_PYTHON_INSIDE = "/run/python"
-_REQUIRED = ("--as-pid-1", "--disable-userns", "--size", "--remount-ro")
+_GUEST = Path(__file__).with_name("guest")
+_INSIDE = "/.sandbox"  # ours: read-only, and a mount, so that it cannot be moved away
+_PYTHON_INSIDE = f"{_INSIDE}/python"
+_START = f"import sys; sys.path[0] = '{_INSIDE}'; from guest.main import main; del sys.path[0]; main()"
+_REQUIRED = ("--as-pid-1", "--disable-userns", "--size", "--perms", "--remount-ro")
 _SYSTEM_FOLDERS = ("/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin")
+_PROTECTED = ("/.sandbox", "/dev", "/etc", "/proc", "/sys", "/usr", *_SYSTEM_FOLDERS)
+_SYSTEM_FILES = ("alternatives", "ca-certificates", "ld.so.cache", "localtime", "pki", "ssl/certs", "ssl/openssl.cnf")
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LD_LIBRARY_PATH": f"{_PYTHON_INSIDE}/lib",  # a Python that is not the system's may have its library there
     "PYTHONHASHSEED": "0",  # two runs of the same code agree on the order of a set
     "PYTHONDONTWRITEBYTECODE": "1",
 }
+_ETC = {
+    "passwd": "root:x:0:0:root:/root:/bin/bash\nagent:x:{user}:{group}:agent:/root:/bin/bash\n",
+    "group": "root:x:0:\nagent:x:{group}:\n",
+    "hosts": "127.0.0.1 localhost sandbox\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
+    "resolv.conf": "",
+    "gitconfig": "[user]\n\tname = agent\n\temail = agent@sandbox\n[init]\n\tdefaultBranch = main\n",
+}
 
 
-def launch(limits: Mapping[str, int]) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """The running process and our end of its socket; `SandboxUnavailable` when a program is missing."""
-    ours, theirs = socket.socketpair()
-    guest = os.open(_GUEST, os.O_RDONLY)
-    try:
+@dataclass(frozen=True)
+class Launched:
+    """A running guest: our end of its conversation, and where it sends the listener of its proxy, if it has one."""
+
+    process: subprocess.Popen[bytes]
+    connection: socket.socket
+    passage: socket.socket
+
+
+def launch(spec: SandboxSpec, join: Sequence[str] = ()) -> Launched:
+    """Start it, in a process that went through the command `join`; `SandboxUnavailable` when a program is missing."""
+    _check(spec)
+    command = [*join, *_command()]
+    with contextlib.ExitStack() as passed:
+        connection, theirs = socket.socketpair()
+        passage, inner = socket.socketpair()
+        passed.enter_context(theirs)
+        passed.enter_context(inner)
+        config = {"limits": asdict(spec.limits), "workdir": spec.workdir, "environment": dict(spec.environment)}
+        config["proxy"] = inner.fileno() if spec.network else None
+        mounts, fds = _mounts(spec.limits.disk, passed)
         process = subprocess.Popen(
-            [*_command(), *_mounts(limits["disk"], guest), *_python(), _GUEST_INSIDE, json.dumps(limits)],
+            [*command, *mounts, *_python(), "-c", _START, json.dumps(config)],
             stdin=theirs.fileno(),
             stdout=theirs.fileno(),
             stderr=subprocess.PIPE,
-            pass_fds=[guest],
+            pass_fds=[*fds, *([inner.fileno()] if spec.network else [])],
             env=_ENVIRONMENT,
             cwd="/",
             start_new_session=True,  # Ctrl-C is for the owner, who may still want to finish an episode
         )
-    except BaseException:
-        ours.close()
-        raise
-    finally:
-        theirs.close()
-        os.close(guest)
-    return process, ours
+    return Launched(process, connection, passage)
+
+
+def _check(spec: SandboxSpec) -> None:
+    place = posixpath.normpath(spec.workdir)
+    if place != spec.workdir or not place.startswith("/") or place == "/":
+        raise ValueError(f"workdir must be an absolute path such as /workspace, not {spec.workdir!r}")
+    for folder in _PROTECTED:
+        if f"{place}/".startswith(f"{folder}/"):
+            raise ValueError(f"workdir {spec.workdir} lies in {folder}, which is read-only in a bubblewrap sandbox")
 
 
 @functools.cache
@@ -66,27 +100,53 @@ def _command() -> list[str]:
         raise SandboxUnavailable(
             f"{bwrap} lacks {', '.join(missing)}: install bubblewrap 0.8 or newer (Debian 12, Ubuntu 24.04)"
         )
-    as_nobody = [_program("setpriv", "util-linux"), "--reuid", _NOBODY, "--regid", _NOBODY, "--clear-groups"]
+    as_nobody = [_program("setpriv", "util-linux"), "--reuid", str(_NOBODY), "--regid", str(_NOBODY), "--clear-groups"]
     isolation = ["--unshare-user", "--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1"]
-    return [*(as_nobody if os.geteuid() == 0 else []), bwrap, *isolation, "--cap-drop", "ALL", "--disable-userns"]
+    isolation += ["--cap-drop", "ALL", "--disable-userns", "--hostname", "sandbox"]
+    return [*(as_nobody if os.geteuid() == 0 else []), bwrap, *isolation]
 
 
-def _mounts(disk: int, guest: int) -> list[str]:
-    mounts = ["--ro-bind", "/usr", "/usr"]
+def _mounts(disk: int, fds: contextlib.ExitStack) -> tuple[list[str], list[int]]:
+    """bubblewrap's arguments, and the descriptors that they name."""
+    passed: list[int] = []
+
+    def file(content: int, path: str, mode: str = "0444") -> list[str]:
+        passed.append(content)
+        return ["--perms", mode, "--file", str(content), path]
+
+    mounts = ["--size", str(disk), "--tmpfs", "/", "--ro-bind", "/usr", "/usr"]
     for folder in map(Path, _SYSTEM_FOLDERS):
-        if folder.is_symlink():
-            mounts += ["--symlink", str(folder.readlink()), str(folder)]
-        elif folder.exists():
-            mounts += ["--ro-bind", str(folder), str(folder)]
-    for file in ("/etc/alternatives", "/etc/ld.so.cache"):
-        mounts += ["--ro-bind-try", file, file]
+        if folder.exists():
+            mounts += ["--ro-bind", str(folder), str(folder)]  # not a link, which could be replaced
+    mounts += ["--size", str(2**20), "--tmpfs", "/etc", "--size", str(16 * 2**20), "--tmpfs", _INSIDE]
+    for name in _SYSTEM_FILES:
+        mounts += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    user, group = (_NOBODY, _NOBODY) if os.geteuid() == 0 else (os.geteuid(), os.getegid())
+    for name, text in _ETC.items():
+        mounts += file(_memory(text.format(user=user, group=group).encode(), fds), f"/etc/{name}")
+    for source in sorted(_GUEST.glob("*.py")):
+        mounts += file(_opened(source, fds), f"{_INSIDE}/guest/{source.name}")
+    mounts += file(_opened(Path(_program("bash", "bash")), fds), f"{_INSIDE}/bash", mode="0111")
     if prefix := _python_outside_usr():
         mounts += ["--ro-bind", prefix, _PYTHON_INSIDE]
-    mounts += ["--ro-bind-data", str(guest), _GUEST_INSIDE, "--proc", "/proc", "--dev", "/dev"]
-    for scratch in ("/workspace", "/tmp", "/dev/shm"):
-        mounts += ["--size", str(disk), "--tmpfs", scratch]
-    # Bubblewrap's own root and /dev are unbounded file systems in memory.
-    return [*mounts, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/workspace", "--"]
+    mounts += ["--proc", "/proc", "--dev", "/dev", "--size", str(disk), "--tmpfs", "/dev/shm"]
+    for ours in ("/dev", "/etc", _INSIDE):
+        mounts += ["--remount-ro", ours]
+    return [*mounts, "--chdir", "/", "--"], passed
+
+
+def _memory(content: bytes, fds: contextlib.ExitStack) -> int:
+    fd = os.memfd_create("file")
+    fds.callback(os.close, fd)
+    os.write(fd, content)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def _opened(path: Path, fds: contextlib.ExitStack) -> int:
+    fd = os.open(path, os.O_RDONLY)
+    fds.callback(os.close, fd)
+    return fd
 
 
 def _python() -> list[str]:

@@ -77,7 +77,7 @@ def test_without_bubblewrap_the_message_says_what_to_install(tmp_path: Path) -> 
 
 def test_an_old_bubblewrap_is_named(tmp_path: Path) -> None:
     bwrap = tmp_path / "bwrap"
-    bwrap.write_text("#!/bin/sh\necho --unshare-all --as-pid-1 --size --remount-ro\n")
+    bwrap.write_text("#!/bin/sh\necho --unshare-all --as-pid-1 --size --perms --remount-ro\n")
     bwrap.chmod(0o755)
     output = owner([], path=str(tmp_path)).communicate(timeout=60)[0]
     assert (

@@ -177,10 +177,25 @@ def test_the_host_is_neither_visible_nor_writable(
         )
         assert "s3cret" not in (await sandbox.exec(look)).output
         assert (await sandbox.exec("ls /")).output.split() == sorted(
-            {"bin", "dev", "etc", "lib", "lib64", "proc", "run", "sbin", "tmp", "usr", "workspace"}
+            {
+                "bin",
+                "dev",
+                "etc",
+                "home",
+                "lib",
+                "lib64",
+                "proc",
+                "root",
+                "run",
+                "sbin",
+                "tmp",
+                "usr",
+                "var",
+                "workspace",
+            }
             | {name for name in ("lib32", "libx32") if Path("/", name).exists()}
         )
-        for path in ("/", "/usr", "/usr/bin", "/etc", "/run", "/dev", "/proc", "/proc/sys/kernel"):
+        for path in ("/usr", "/usr/bin", "/bin", "/etc", "/.sandbox", "/dev", "/proc", "/proc/sys/kernel"):
             assert (await sandbox.exec(f"touch {path}/x")).exit != 0, path
         assert (await sandbox.exec("unshare --user true")).exit != 0
         assert "CapEff:\t0000000000000000" in (await sandbox.exec("cat /proc/self/status")).output
