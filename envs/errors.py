@@ -3,6 +3,8 @@
     EnvError
     ├── ToolError               the model's mistake: the tool answers with this text and the episode goes on
     ├── UnknownEnvironment      the user's mistake: no such environment (also a ValueError)
+    ├── UnusablePackage         the user's mistake: no tasks can be made from this package (also a ValueError)
+    ├── ReplayDiffers           the same calls did not give the same answers: a checkpoint cannot be gone on from
     └── InfrastructureError     nobody's merit: the attempt is invalid and is tried again, never scored 0
         ├── SandboxUnavailable  a sandbox cannot be started here; the text says how to fix it
         ├── SandboxGone         a sandbox died or stopped answering in the middle of something
@@ -22,6 +24,14 @@ class ToolError(EnvError):
 
 class UnknownEnvironment(EnvError, ValueError):
     """The name is neither registered nor an import path."""
+
+
+class ReplayDiffers(EnvError):
+    """An episode begun again answered a call differently; the text says which, and how."""
+
+
+class UnusablePackage(EnvError, ValueError):
+    """No tasks can be made from it; the text says why and what to do."""
 
 
 class InfrastructureError(EnvError):
