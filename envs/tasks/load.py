@@ -1,4 +1,4 @@
-"""Task sources by name: "harbor:PATH", "swebench:FILE", "directory:PATH", "factory:PACKAGE".
+"""Task sources by name: "harbor:PATH", "swebench:FILE", "directory:PATH", "factory:PATH".
 
 Invariant: the same source gives the same tasks in the same order. Tasks that could not be loaded are told, each with
 its file and field, beside those that could.
@@ -6,7 +6,6 @@ its file and field, beside those that could.
 
 import difflib
 import functools
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, Literal
 
 from ..sandboxes import SandboxSpec
 from ..sources.order import check_split, in_split
-from . import directory, harbor, swebench
+from . import directory, factory, harbor, swebench
 from .reading import Problem
 from .task import Task
 
@@ -57,7 +56,7 @@ def tasks_of(source: str, split: str = "all", backend: Backend | None = None, **
     """`load_tasks`, kept for the many environments of a process, and of the tasks those of a split."""
     check_split(split)
     loaded = load_tasks(source, backend, **options)
-    return Loaded(tuple(task for task in loaded.tasks if in_split(task.id, split)), loaded.problems)
+    return Loaded(tuple(task for task in loaded.tasks if in_split(task.family or task.id, split)), loaded.problems)
 
 
 def _folder(path: str) -> Path:
@@ -67,11 +66,14 @@ def _folder(path: str) -> Path:
 
 
 def _directory(path: str, backend: Backend | None, image: str | None = None) -> Iterator[Task | Problem]:
+    return directory.load(_folder(path), _plain(backend, image))
+
+
+def _plain(backend: Backend | None, image: str | None) -> SandboxSpec:
+    """Tasks that bring all they need but Python."""
     if (backend == "docker") != (image is not None):
-        raise ValueError(
-            "directory tasks in Docker need backend='docker' and an image with python3, such as 'python:3.12'"
-        )
-    return directory.load(_folder(path), SandboxSpec(backend or "bubblewrap", image=image))
+        raise ValueError("these tasks in Docker need backend='docker' and an image with python3, such as 'python:3.12'")
+    return SandboxSpec(backend or "bubblewrap", image=image)
 
 
 def _harbor(path: str, backend: Backend | None) -> Iterator[Task | Problem]:
@@ -84,9 +86,8 @@ def _swebench(path: str, backend: Backend | None, repository: str | None = None)
     return swebench.load(Path(path), backend, Path(repository) if repository else None)
 
 
-def _factory(package: str, backend: Backend | None, **options: Any) -> Iterator[Task | Problem]:
-    factory = importlib.import_module("argosy.envs.tasks.factory")
-    return factory.load(package, backend, **options)
+def _factory(path: str, backend: Backend | None, image: str | None = None) -> Iterator[Task | Problem]:
+    return factory.load(_folder(path), _plain(backend, image))
 
 
 SOURCES: dict[str, Callable[..., Iterator[Task | Problem]]] = {
