@@ -44,3 +44,8 @@ __all__ = [
 ]
 
 register("argosy/repair", "argosy.envs.repair:repair")
+register("argosy/code", "argosy.envs.code:CodeEnv")
+register("argosy/jsonl", "argosy.envs.sources.jsonl:Jsonl")
+register("argosy/reasoning-gym", "argosy.envs.sources.reasoning_gym:ReasoningGym")
+register("argosy/openenv", "argosy.envs.sources.openenv:OpenEnv")
+register("argosy/verifiers", "argosy.envs.sources.verifiers:Verifiers")

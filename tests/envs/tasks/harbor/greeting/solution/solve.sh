@@ -1,0 +1,1 @@
+sed 's/^/hello /' names.txt >greetings.txt

@@ -1,0 +1,2 @@
+echo apples >unit.txt
+rm setup.sh
