@@ -25,6 +25,7 @@ from .paths import RunPaths
 from .processes import RunFailed, redis_server
 from .recipe import Recipe, RecipeError, describe, load
 from .supervisor import AlreadyRunning, Supervisor, locked
+from .tasks import tasks_app
 from .view import results, watch
 
 app = typer.Typer(
@@ -48,6 +49,7 @@ ledger_app = typer.Typer(cls=_Ledger, help="What became of every attempt of a ru
 app.add_typer(ledger_app, name="ledger")
 doctor_app = typer.Typer(no_args_is_help=True, help="Examine a setup before training with it.")
 app.add_typer(doctor_app, name="doctor")
+app.add_typer(tasks_app, name="tasks")
 RecipeName = Annotated[str, typer.Argument(help="A YAML file, or the name of a recipe that comes with Argosy.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings to change, as key.path=value.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
