@@ -44,9 +44,16 @@ from .trajectory import Task, Trajectory
 
 log = logging.getLogger(__name__)
 
-# Of life_cycle/: each subject is a script of its own, with what all share. Redis makes a script's functions anew at
-# each call, which for one script of all subjects would be a third of the time.
-SUBJECTS = ("admission", "work", "arrival", "learning", "questions")
+# Of life_cycle/: each subject is a script of its own, with what it needs besides. Redis makes a script's functions anew
+# at each call, which for one script of all subjects would be a third of the time.
+SCRIPTS = {
+    "admission": ("attempts", "groups"),
+    "work": ("attempts", "groups"),
+    "arrival": ("attempts", "groups"),
+    "claiming": ("attempts", "manifests"),
+    "learning": ("attempts", "groups", "manifests"),
+    "questions": ("attempts", "groups"),
+}
 READ_TOGETHER = 64  # payloads in one MGET...
 READ_BYTES = 1 << 20  # ...and no more than this: pipelining helps small payloads and hinders large ones
 TOKEN_BYTES, SLACK_BYTES = 9, 512  # of the arrays that unpack makes beside the payload
@@ -94,8 +101,8 @@ class ReplayBuffer:
         self._connection = Connection(settings, on_restart)
         self._prefix = f"{{{settings.run}}}:"
         self._scripts: dict[str, Callable[..., Any]] = {}  # by transition
-        for subject in SUBJECTS:
-            source = _rules(settings) + "".join(map(_lua, ("attempts", "groups", subject, "call")))
+        for subject, needs in SCRIPTS.items():
+            source = _rules(settings) + "".join(map(_lua, (*needs, subject, "call")))
             script = self._connection.script(source.replace("{run}:", self._prefix))
             transitions = re.findall(r"^function transitions\.(\w+)", _lua(subject), re.MULTILINE)
             self._scripts |= dict.fromkeys(transitions, script)

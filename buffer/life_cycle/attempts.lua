@@ -5,9 +5,9 @@
 --                 |         \-> dropped: stale | filtered | poisoned | rejected | lost
 --                 \-> queued again (lease expired, failed, released) | dropped: env_failed | poisoned | cancelled
 --
--- An attempt is in exactly one state: in one of the sorted sets queued, leased, ready, claimed, or in the history. Redis
--- runs a transition atomically, and every transition may be repeated. A script is attempts (this file), groups, then the
--- transitions of admission, work, arrival, learning or questions, and last their call.
+-- An attempt is in exactly one state: in one of the keys queued, leased, ready, claimed, or in the history. Redis runs
+-- a transition atomically, and every transition may be repeated. A script is attempts (this file), groups and
+-- manifests where they are needed, then the transitions of one subject, and last their call: see SCRIPTS in replay.py.
 --
 -- Attempt "17/2" is member 2 of group "17", the 17th task; "17/2.1" is the first to replace it. A segment of an
 -- unfinished episode is a group of its own, "17:3", with the one attempt "17:3/0".
@@ -29,11 +29,11 @@ local key = {
   staleness = '{run}:staleness',      -- HASH    <which>|<bucket> -> trained attempts, see measure()
   queued = '{run}:queued',            -- ZSET    attempt -> index of its group
   leased = '{run}:leased',            -- ZSET    attempt -> deadline in ms
-  ready = '{run}:ready',              -- ZSET    attempt -> ms when it came home
-  claimed = '{run}:claimed',          -- ZSET    attempt -> the last learner step that claimed it
-  complete = '{run}:complete',        -- ZSET    group whose every member is home -> score(oldest sampled version, index)
-  offers = '{run}:offers',            -- HASH    such a group -> attempt,attempt,...|source
-  pieces = '{run}:pieces',            -- ZSET    such a group that belongs to an episode in segments -> their order
+  ready = '{run}:ready',              -- HASH    attempt -> ms when it came home
+  claimed = '{run}:claimed',          -- HASH    attempt -> the last learner step that claimed it
+  offers = '{run}:offers',            -- ZSET    attempt,attempt,...|source of a group whose every member is home ->
+                                      --         score(oldest sampled version, index)
+  pieces = '{run}:pieces',            -- ZSET    such an offer that belongs to an episode in segments -> their order
   active = '{run}:active',            -- SET     groups that hold a place under the staleness bound
   manifests = '{run}:manifests',      -- HASH    learner step -> JSON: step, ids, version, at (ms)
   unborn = '{run}:unborn',            -- HASH    attempt a learner claimed before Redis forgot its creation -> step
@@ -45,8 +45,9 @@ local key = {
   bell = '{run}:bell',                -- STREAM  one entry; a new one says: look again
 }
 local STATES = { 'queued', 'leased', 'ready', 'claimed' }
+local IN_ORDER = { queued = true, leased = true } -- sorted sets; the others are hashes, which are quicker
 local function attempt_key(id) return '{run}:attempt:' .. id end     -- HASH while live: see load()
-local function group_key(group) return '{run}:group:' .. group end   -- HASH while live: size, task, label, source, alive
+local function group_key(group) return '{run}:group:' .. group end   -- HASH while live: size, task, label, source, alive, offer
 local function answer_key(token) return '{run}:answer:' .. token end -- STRING, expiring: what a lease call answered
 
 local function index_of(id) return tonumber(string.match(id, '^%d+')) end
@@ -198,12 +199,16 @@ local function mark(attempt, step, used)
   redis.call('HSET', attempt_key(attempt.id), 'used', table.concat(steps, ','))
 end
 
+local function rank_in(state, id) return redis.call(IN_ORDER[state] and 'ZSCORE' or 'HGET', key[state], id) end
+
 local function where(id)
   for _, state in ipairs(STATES) do
-    local rank = redis.call('ZSCORE', key[state], id)
+    local rank = rank_in(state, id)
     if rank then return state, tonumber(rank) end
   end
 end
+
+local function population(state) return redis.call(IN_ORDER[state] and 'ZCARD' or 'HLEN', key[state]) end
 
 -- The token is there exactly while the attempt is leased.
 local function held(id, token)
@@ -212,12 +217,16 @@ local function held(id, token)
 end
 
 local function enter(attempt, state, rank)
-  redis.call('ZADD', key[state], rank, attempt.id)
+  if IN_ORDER[state] then
+    redis.call('ZADD', key[state], rank, attempt.id)
+  else
+    redis.call('HSET', key[state], attempt.id, rank)
+  end
   count(state, attempt.source, 1)
 end
 
 local function leave(attempt, state)
-  redis.call('ZREM', key[state], attempt.id)
+  redis.call(IN_ORDER[state] and 'ZREM' or 'HDEL', key[state], attempt.id)
   count(state, attempt.source, -1)
 end
 
@@ -267,3 +276,5 @@ local function finish(attempt, from, outcome, event)
   unlink(attempt.partial)
   redis.call('UNLINK', attempt_key(attempt.id))
 end
+
+local transitions = {} -- by name; the files of the subjects add to it

@@ -12,9 +12,10 @@ local function alive(group) return load_group(group).alive end
 local function room() return (rules.eta + 1) * rules.batch_size - redis.call('SCARD', key.active) end
 
 local function withdraw_offer(group)
-  redis.call('ZREM', key.complete, group)
-  redis.call('HDEL', key.offers, group)
-  redis.call('ZREM', key.pieces, group)
+  local offer = redis.call('HGET', group_key(group), 'offer') -- the last; it may be gone already
+  if not offer then return end
+  redis.call('ZREM', key.offers, offer)
+  redis.call('ZREM', key.pieces, offer)
 end
 
 -- A finished attempt leaves its group; the last one takes the group with it.
@@ -92,25 +93,26 @@ end
 local function offer(group, oldest, segments)
   local ids, home = group.alive, #group.alive
   for i = home + 1, group.size do ids[i] = ids[(i - 1) % home + 1] end
-  redis.call('HSET', key.offers, group.id, table.concat(ids, ',') .. '|' .. group.source)
-  redis.call('ZADD', key.complete, score(oldest, index_of(group.id)), group.id)
+  local offer = table.concat(ids, ',') .. '|' .. group.source
+  redis.call('HSET', group_key(group.id), 'offer', offer)
+  redis.call('ZADD', key.offers, score(oldest, index_of(group.id)), offer)
   local segment = segment_of(group.id) or segments and 65535 -- the last
-  if segment then redis.call('ZADD', key.pieces, index_of(group.id) * 65536 + segment, group.id) end
-  if redis.call('ZCARD', key.complete) >= rules.batch_size
-      and redis.call('ZCOUNT', key.complete, score(oldest_allowed(), 0), '+inf') == rules.batch_size then ring() end
+  if segment then redis.call('ZADD', key.pieces, index_of(group.id) * 65536 + segment, offer) end
+  if redis.call('ZCARD', key.offers) >= rules.batch_size
+      and redis.call('ZCOUNT', key.offers, score(oldest_allowed(), 0), '+inf') == rules.batch_size then ring() end
 end
 
 -- A member came home or left: the group is offered when all that are left are home. A group that lost half of its
 -- members or more has no baseline worth the name, and goes; so does what Redis revived, in a power cut, of a group that
--- is trained. While the learner has a member, the fate of its step comes first.
+-- is trained, and what is too old. While the learner has a member, the fate of its step comes first.
 local function settle(id)
   local group, oldest, segments, waiting = load_group(id), math.huge, nil, false
   if #group.alive == 0 then return end
   for _, member in ipairs(group.alive) do
-    if redis.call('ZSCORE', key.ready, member) then
+    if rank_in('ready', member) then
       local found = redis.call('HMGET', attempt_key(member), 'oldest', 'segments')
       oldest, segments = math.min(oldest, tonumber(found[1])), found[2]
-    elseif redis.call('ZSCORE', key.claimed, member) then
+    elseif rank_in('claimed', member) then
       return
     else
       waiting = true
@@ -118,6 +120,8 @@ local function settle(id)
   end
   if group.over or #group.alive * 2 <= group.size then
     let_group_go(id, 'filtered')
+  elseif not waiting and oldest < oldest_allowed() then
+    let_group_go(id, 'stale')
   elseif not waiting then
     offer(group, oldest, segments)
   end
@@ -155,5 +159,3 @@ local function crash(attempt, from, event)
   tell(attempt, event)
   drop(attempt, from, 'poisoned')
 end
-
-local transitions = {} -- by name; the files of the subjects add to it

@@ -1,25 +1,4 @@
--- Learning: ready -> claimed -> trained, or ready again
-
-local function manifest_of(step)
-  local made = redis.call('HGET', key.manifests, step)
-  return made and cjson.decode(made)
-end
-
-local function keep_manifest(manifest)
-  local made = cjson.encode(manifest)
-  redis.call('HSET', key.manifests, manifest.step, made)
-  return made
-end
-
--- The steps that have a manifest, in order, from `first` on.
-local function steps_from(first)
-  local steps = {}
-  for _, step in ipairs(redis.call('HKEYS', key.manifests)) do
-    if tonumber(step) >= first then steps[#steps + 1] = tonumber(step) end
-  end
-  table.sort(steps)
-  return steps
-end
+-- Learning: claimed -> trained, or ready again
 
 local function distinct(items, name)
   local found, seen = {}, {}
@@ -37,84 +16,14 @@ local function set(items)
   return found
 end
 
--- A learner that was started after this one has put back what this one trains on.
-local function replaced() return learner ~= '' and tonumber(learner) < control('learner') end
-
--- What is too old to be claimed goes.
+-- The version has grown: what is offered and became too old goes.
 local function evict_stale()
   local newest = score(oldest_allowed(), 0) - 1
-  for _, group in ipairs(redis.call('ZRANGE', key.complete, '-inf', newest, 'BYSCORE')) do
+  for _, offer in ipairs(redis.call('ZRANGE', key.offers, '-inf', newest, 'BYSCORE')) do
+    local group = group_of(offer)
     withdraw_offer(group)
     let_group_go(group, 'stale')
   end
-end
-
--- What the learner takes next: by age, by youth, or what the caller chose of the offers. Fewer than asked: none.
-local function choose(order, chosen)
-  local oldest = score(oldest_allowed(), 0)
-  if order == 'oldest' then
-    return redis.call('ZRANGE', key.complete, oldest, '+inf', 'BYSCORE', 'LIMIT', 0, rules.batch_size)
-  elseif order == 'freshest' then
-    return redis.call('ZRANGE', key.complete, '+inf', oldest, 'BYSCORE', 'REV', 'LIMIT', 0, rules.batch_size)
-  end
-  local groups = {}
-  for _, group in ipairs(cjson.decode(chosen)) do
-    if tonumber(redis.call('ZSCORE', key.complete, group) or -1) >= oldest then groups[#groups + 1] = group end
-  end
-  return groups
-end
-
--- Of an episode that comes home in segments the earlier ones are taken first, whatever the order.
-local function in_order(groups)
-  local taken = {}
-  for i, group in ipairs(groups) do
-    if redis.call('ZSCORE', key.pieces, group) then
-      local index = index_of(group)
-      local first = index * 65536
-      groups[i] = redis.call('ZRANGE', key.pieces, first, first + 65535, 'BYSCORE', 'LIMIT', taken[index] or 0, 1)[1]
-      taken[index] = (taken[index] or 0) + 1
-    end
-  end
-  return groups
-end
-
--- Made once, and the same for every rank and retry. A call per group would cost a batch of 64 a millisecond.
-function transitions.claim(step, order, chosen)
-  pass_when_full()
-  local made = redis.call('HGET', key.manifests, step)
-  if made then return made end
-  if tonumber(step) <= control('committed') then return 'committed' end
-  if replaced() then return 'replaced' end
-  evict_stale()
-  local groups = choose(order, chosen)
-  if #groups < rules.batch_size then return false end
-  local in_pieces = redis.call('ZCARD', key.pieces) > 0
-  if in_pieces then groups = in_order(groups) end
-  local ids, ranked, seen, taken = {}, {}, {}, {}
-  for _, offered in ipairs(redis.call('HMGET', key.offers, unpack(groups))) do
-    local bar = string.find(offered, '|', 1, true)
-    local source = string.sub(offered, bar + 1)
-    for id in string.gmatch(string.sub(offered, 1, bar - 1), '[^,]+') do
-      ids[#ids + 1] = id
-      if not seen[id] then
-        seen[id] = true
-        ranked[#ranked + 1] = step
-        ranked[#ranked + 1] = id
-        taken[source] = (taken[source] or 0) + 1
-        if rules.max_uses > 1 then mark(load(id), tonumber(step), true) end
-      end
-    end
-  end
-  for source, n in pairs(taken) do
-    count('ready', source, -n)
-    count('claimed', source, n)
-  end
-  in_slices('ZREM', key.complete, groups)
-  in_slices('HDEL', key.offers, groups)
-  if in_pieces then in_slices('ZREM', key.pieces, groups) end
-  in_slices('ZREM', key.ready, ids)
-  in_slices('ZADD', key.claimed, ranked)
-  return keep_manifest({ step = tonumber(step), ids = ids, version = control('version'), at = now() })
 end
 
 -- A new policy is current: what trained it gives its places to new work, or is offered again, and what became too old
@@ -361,6 +270,7 @@ function transitions.reconcile(committed, learner_manifests, version)
       end
     end
   end
+  evict_stale()
   ring()
 end
 

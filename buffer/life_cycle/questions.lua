@@ -26,8 +26,8 @@ end
 -- seconds for which it has been waiting.
 function transitions.candidates()
   local rows, time = {}, now()
-  for _, group in ipairs(redis.call('ZRANGE', key.complete, score(oldest_allowed(), 0), '+inf', 'BYSCORE')) do
-    local found = load_group(group)
+  for _, offer in ipairs(redis.call('ZRANGE', key.offers, score(oldest_allowed(), 0), '+inf', 'BYSCORE')) do
+    local found = load_group(group_of(offer))
     local ids, oldest, reward, tokens, uses, since = found.alive, math.huge, 0, 0, 0, 0
     for _, id in ipairs(ids) do
       local attempt = load(id)
@@ -35,20 +35,20 @@ function transitions.candidates()
       reward, tokens = reward + tonumber(attempt.reward) / #ids, tokens + tonumber(attempt.tokens)
       uses = math.max(uses, #attempt.used)
     end
-    rows[#rows + 1] = { group, found.source, oldest, reward, tokens, uses, (time - since) / 1000 }
+    rows[#rows + 1] = { found.id, found.source, oldest, reward, tokens, uses, (time - since) / 1000 }
   end
   return cjson.encode(rows)
 end
 
 function transitions.ledger()
   local live = {}
-  for _, state in ipairs(STATES) do live[state] = redis.call('ZCARD', key[state]) end
+  for _, state in ipairs(STATES) do live[state] = population(state) end
   return { cjson.encode(live), redis.call('HGETALL', key.ledger) }
 end
 
 function transitions.stats()
   local versions = {}
-  for i, rank in ipairs(redis.call('ZRANGE', key.complete, 0, -1, 'WITHSCORES')) do
+  for i, rank in ipairs(redis.call('ZRANGE', key.offers, 0, -1, 'WITHSCORES')) do
     if i % 2 == 0 then versions[#versions + 1] = math.floor(tonumber(rank) / 4294967296) end
   end
   return cjson.encode({
@@ -56,8 +56,8 @@ function transitions.stats()
     late_results = control('late'), active_groups = redis.call('SCARD', key.active),
     complete_versions = versions, failures = redis.call('LRANGE', key.failures, 0, -1),
     staleness = redis.call('HGETALL', key.staleness),
-    queued = redis.call('ZCARD', key.queued), leased = redis.call('ZCARD', key.leased),
-    ready = redis.call('ZCARD', key.ready), claimed = redis.call('ZCARD', key.claimed),
+    queued = population('queued'), leased = population('leased'), ready = population('ready'),
+    claimed = population('claimed'),
     aside = redis.call('LRANGE', key.aside, 0, -1), to_archive = redis.call('LLEN', key.outbox),
   })
 end

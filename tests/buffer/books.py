@@ -11,7 +11,7 @@ from argosy.buffer.ledger import LIVE, outcome
 
 FIXED = {
     "aside", "bell", "control", "failures", "identity", "ledger", "manifests", "names", "outbox", "staleness", "trials",
-    "unborn", "active", "complete", "offers", "pieces", *LIVE,
+    "unborn", "active", "offers", "pieces", *LIVE,
 }  # fmt: skip
 
 
@@ -114,17 +114,20 @@ def _check_groups(books: Books, keys: dict[str, Any]) -> None:
         group: {f"{group}/{member}" for member in row.get("alive", "").split(",")}
         for group, row in kind_of(keys, "group").items()
     }
-    complete = set(keys.get("complete", []))
+    offers = set(keys.get("offers", []))
+    offered = {group_of(offer) for offer in offers}
     for group in members.keys() | groups.keys():
         if members.get(group) != groups.get(group):
             books.complaints.append(f"group {group} has {groups.get(group)}, alive are {members.get(group)}")
         ready = all(books.states.get(attempt) == "ready" for attempt in members.get(group, []))
-        if ready != (group in complete):
+        if ready != (group in offered):
             books.complaints.append(f"group {group} is {'complete, not offered' if ready else 'offered, not complete'}")
-    if complete != set(keys.get("offers", {})):
-        books.complaints.append(f"complete are {complete}, offered {keys.get('offers')}")
-    for name in ("pieces", "active"):
-        if strangers := set(keys.get(name, [])) - (complete if name == "pieces" else set(groups)):
+    for offer in offers:
+        ids = offer.partition("|")[0].split(",")
+        if set(ids) != members.get(group_of(offer)) or len(offered) != len(offers):
+            books.complaints.append(f"{offer} is offered of {members.get(group_of(offer))}; offers: {offers}")
+    for name, known in (("pieces", offers), ("active", set(groups))):
+        if strangers := set(keys.get(name, [])) - known:
             books.complaints.append(f"{name} holds {strangers}")
 
 

@@ -660,7 +660,7 @@ def test_rewind_believes_the_checkpoint_about_what_was_trained(
 
 
 def test_reconcile_makes_the_learner_right(make_buffer: MakeBuffer, task: TaskOf, bring: Bring) -> None:
-    buffer = make_buffer(batch_size=1, eta=5)
+    buffer = make_buffer(batch_size=1, eta=7)
     buffer.put_tasks(task, 4)
     leases = buffer.lease("actor-0", 4)
     for lease in leases[:3]:

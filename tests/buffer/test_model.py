@@ -156,6 +156,8 @@ class Model:
         if group in self.over or 2 * len(alive) <= (1 if is_segment(group) else self.rules.group_size):
             for name in alive:
                 self.let_go(name, "filtered")
+        else:
+            self.evict(group)
 
     def drop(self, name: str, reason: str) -> None:
         self.lose(name, reason)
@@ -204,15 +206,14 @@ class Model:
             if (alive := self.alive(group)) and all(self.attempts[name].state == "ready" for name in alive)
         )
 
-    def evict(self) -> None:
+    def evict(self, *groups: str) -> None:
         for oldest, _, group in self.complete_groups():
-            if oldest < self.version - self.rules.eta:
+            if group in groups and oldest < self.version - self.rules.eta:
                 for name in self.alive(group):
                     self.let_go(name, "stale")
 
     def claim(self, step: int) -> list[str] | None:
         if step not in self.manifests:
-            self.evict()
             ranked = [group for _, _, group in self.complete_groups()]
             groups = (ranked if self.rules.order == "oldest" else ranked[::-1])[: self.rules.batch_size]
             if len(groups) < self.rules.batch_size:
@@ -247,7 +248,7 @@ class Model:
                     if (attempt.state, attempt.step) == ("claimed", step) and len(attempt.used) < self.rules.max_uses:
                         attempt.state = "ready"
         self.trained = max(self.trained, trained_step)
-        self.evict()
+        self.evict(*self.groups)
 
     def commit(self, step: int) -> None:
         self.committed = max(self.committed, step)
@@ -437,6 +438,8 @@ class LifeCycle(RuleBasedStateMachine):
         if new or counted:
             assert piece is not None
             piece.payload = piece.payload if piece.payload == "corrupt" else "whole"
+        if new:
+            self.model.settle(name.partition("/")[0])
 
     @precondition(lambda self: self.leases)
     @rule(pick=LEASE, age=AGE)
