@@ -348,7 +348,13 @@ def draw(trials: Sequence[Trial], results: Mapping[str, Mapping[str, Any]], file
             curves = {t.name: t.success() for t in trials if (t.condition, t.method) == (condition, method)}
             for name, curve in curves.items():
                 end = [len(curve) - 1] if results[name]["collapsed"] else []
-                look = {"color": f"C{color}", "linewidth": 0.7, "alpha": 0.6, "marker": "x", "markevery": end}
+                look: dict[str, Any] = {
+                    "color": f"C{color}",
+                    "linewidth": 0.7,
+                    "alpha": 0.6,
+                    "marker": "x",
+                    "markevery": end,
+                }
                 axis.plot(range(1, len(curve) + 1), curve, **look)
             if curves:
                 mean = [statistics.mean(seeds) for seeds in zip(*curves.values())]

@@ -30,10 +30,10 @@ class CriticStep:
     updates: list[Update]
 
 
-def learn(critic: Trainee, batch: Batch, settings: LearnerSettings, updates: int) -> CriticStep:
-    """Makes `updates` critic updates on the episodes that are judged by a critic; none if no task source is."""
+def learn(critic: Trainee | None, batch: Batch, settings: LearnerSettings, updates: int) -> CriticStep:
+    """Makes `updates` critic updates on the episodes that are judged by a critic; none without a critic."""
     values = np.zeros(len(batch.tokens), np.float32)
-    if not settings.uses_critic:
+    if critic is None:
         return CriticStep(values, [])
     clip = settings.critic.value_clip if updates > 1 else None
     plain = clip is None and all(method.advantage.lambda_critic == 1.0 for method in settings.methods)

@@ -109,7 +109,8 @@ class Run:
         config.run_dir.mkdir(parents=True, exist_ok=True)
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.settings.dtype]
         self.policy = Trainee(Policy(config.model, dtype), self.settings.policy)
-        self.critic = Trainee(Critic(config.model, dtype), self.settings.critic)
+        judged = self.settings.uses_critic
+        self.critic = Trainee(Critic(config.model, dtype), self.settings.critic) if judged else None
         self.progress = Progress()
         self.weights = WeightLedger(config.buffer)
         self.buffer = ReplayBuffer(config.buffer, on_restart=self._reconcile)
@@ -128,8 +129,7 @@ class Run:
         The critic starts from them, and what an engine sampled before, untrained, is made too old to be claimed.
         """
         if self.progress.stage == "supervised":
-            self.critic.model.load_state_dict(self._policy_trunk(), strict=False)
-            self.critic.optimizer.reload_model_params()
+            self._begin_critic()
             self.publish(at_least=self.config.buffer.eta if self.settings.supervised else 0)
         self.progress.stage = stage
         if stage != "done":  # from there the policy stage may go on
@@ -288,16 +288,23 @@ class Run:
         return done.seconds
 
     def _trainees(self) -> dict[str, Trainee]:
-        return {"policy": self.policy, "critic": self.critic}
+        return {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
 
-    def _policy_trunk(self) -> dict[str, Any]:
-        state = self.policy.model.state_dict()
-        return {name: tensor for name, tensor in state.items() if not name.startswith("output_layer")}
+    def _begin_critic(self) -> None:
+        """With the policy's weights, but for its head."""
+        if self.critic:
+            state = self.policy.model.state_dict()
+            trunk = {name: tensor for name, tensor in state.items() if not name.startswith("output_layer")}
+            self.critic.model.load_state_dict(trunk, strict=False)
+            self.critic.optimizer.reload_model_params()
 
     def _resume(self) -> None:
         folder = checkpoint.newest(self.config.run_dir)
         if folder is not None:
-            self.progress = Progress.restore(checkpoint.load(folder, self._trainees()))
+            saved = {name: trainee for name, trainee in self._trainees().items() if (folder / name).exists()}
+            self.progress = Progress.restore(checkpoint.load(folder, saved))
+            if "critic" not in saved:  # none was needed so far
+                self._begin_critic()
             log.info("resumed from %s: %s step %d", folder, self.progress.stage, self.progress.step)
         if ranks.is_first():
             self.buffer.rewind(self.progress.claimed, self.progress.manifests)

@@ -21,7 +21,7 @@ def pretrain(run: Run) -> bool:
     same episodes are seen many times, but never in the same company. (The pool does not outlive the process.)
     """
     settings, progress = run.settings.value, run.progress
-    if settings is None:
+    if settings is None or run.critic is None:  # settings see to it that there is one
         return True
     pool: list[Trajectory] = []
     while progress.step < settings.batches:

@@ -354,7 +354,8 @@ def test_workers_are_killed_again_and_again_and_every_token_comes_home_once(conf
     started_over = [attempt for attempt, story in stories.items() if any("starts over" in event for event in story)]
     assert len(started_over) <= 2  # a kill between Redis' receiving a checkpoint and its counting it
     check_every_token([t for t in home if f"{t.group.partition(':')[0]}/0" not in started_over])
-    assert last_line(mine, mine.name)["resumed"] > 0 and ledger_of(mine).balanced
+    wait_until(lambda: last_line(mine, mine.name)["resumed"] > 0, 5, last)  # it reports once a second
+    assert ledger_of(mine).balanced
 
 
 def turns_of(config):

@@ -178,6 +178,12 @@ def test_groups_teach_a_policy_without_a_critic(voyage: Voyage) -> None:
         assert record["grad_norm"] > 0 and record["masked_share"] < 1
     assert 0 <= records[0]["reference_kl"] < records[-1]["reference_kl"]
     assert records[-1]["version"] == records[0]["version"] + 2
+    checkpoints = sorted((voyage.run_dir / "checkpoints").iterdir())
+    assert [path.name for path in checkpoints[-1].iterdir() if path.is_dir()] == ["policy"]
+
+    voyage.config["learner"] |= {"stop": {"steps": 4}, "advantage": {}, "objective": {}}  # type: ignore[operator]
+    assert voyage.start().wait(DEADLINE) == 0, voyage.errors()
+    assert [record["critic_loss"] is None for record in voyage.metrics()] == [True, True, True, False]
 
 
 @pytest.mark.timeout(200)
