@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 
 from ..buffer import BufferError, Ledger, ReplayBuffer, Story
 from . import doctor
+from .envs import envs_app
 from .paths import RunPaths
 from .processes import RunFailed, redis_server
 from .recipe import Recipe, RecipeError, describe, load
@@ -50,6 +51,7 @@ app.add_typer(ledger_app, name="ledger")
 doctor_app = typer.Typer(no_args_is_help=True, help="Examine a setup before training with it.")
 app.add_typer(doctor_app, name="doctor")
 app.add_typer(tasks_app, name="tasks")
+app.add_typer(envs_app, name="envs")
 RecipeName = Annotated[str, typer.Argument(help="A YAML file, or the name of a recipe that comes with Argosy.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings to change, as key.path=value.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -7,13 +7,16 @@ from .errors import (
     EnvError,
     InfrastructureError,
     InvalidGrade,
+    ReplayDiffers,
     SandboxGone,
     SandboxUnavailable,
     ToolError,
     UnknownEnvironment,
 )
+from .mcp import McpEnv
 from .registry import make_env, register
 from .sandboxes import Limits, Outcome, Result, Sandbox, SandboxPool, SandboxSpec, close_shared_pools
+from .text_game import TextGame
 from .tool_env import Grade, Message, Step, ToolEnv
 from .tools import Tool, ToolCall, tool
 
@@ -23,8 +26,10 @@ __all__ = [
     "InfrastructureError",
     "InvalidGrade",
     "Limits",
+    "McpEnv",
     "Message",
     "Outcome",
+    "ReplayDiffers",
     "Result",
     "Sandbox",
     "SandboxGone",
@@ -32,6 +37,7 @@ __all__ = [
     "SandboxSpec",
     "SandboxUnavailable",
     "Step",
+    "TextGame",
     "Tool",
     "ToolCall",
     "ToolEnv",

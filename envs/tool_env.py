@@ -6,6 +6,9 @@ come back as text; exceptions are bugs or `InfrastructureError`, never a reward.
 
 A user writes `setup`, tools and `grade`. The episode loop uses the async half; `reset` and `step` are the same
 episode as a plain `gymnasium.Env` for whoever wants to step it by hand.
+
+The state of an episode is its seed and what the model did: `checkpoint` says it as JSON, and `replay` brings another
+object there, in any process, or says where it answers differently.
 """
 
 import asyncio
@@ -15,11 +18,11 @@ import math
 import numbers
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import gymnasium
 
-from .errors import InvalidGrade, ToolError
+from .errors import InvalidGrade, ReplayDiffers, ToolError
 from .sandboxes import close_shared_pools
 from .tools import Tool, ToolCall, as_text, is_tool
 
@@ -81,13 +84,14 @@ class ToolEnv(gymnasium.Env[str, str]):
     replayable: bool = True
     """Whether the same calls always give the same answers; if not, an interrupted episode starts over."""
 
-    tools: ClassVar[dict[str, Tool]] = {}
+    tools: dict[str, Tool] = {}
     metadata: dict[str, Any] = {"render_modes": []}
     observation_space: gymnasium.Space[str] = AnyText(_LONGEST_TEXT)
     action_space: gymnasium.Space[str] = AnyText(_LONGEST_TEXT)
 
     # Mangled names: a user's own `_run` or `_turns` must not collide with ours.
-    __turns = 0
+    __begun: dict[str, Any] = {}
+    __turns: list[dict[str, Any]] = []
     __running = False
     __finished = False
     __turn_reward = 0.0
@@ -129,14 +133,15 @@ class ToolEnv(gymnasium.Env[str, str]):
 
     def add_reward(self, value: float) -> None:
         """Reward the current turn, besides the final grade."""
+        if not math.isfinite(value):
+            raise InvalidGrade(f"add_reward takes one finite number, not {value!r}")
         self.__turn_reward += value
 
     # What the episode loop calls.
 
-    @classmethod
-    def tool_schemas(cls) -> list[dict[str, Any]]:
+    def tool_schemas(self) -> list[dict[str, Any]]:
         """The tools in OpenAI's function format, in the order of their definition."""
-        return [tool.schema for tool in cls.tools.values()]
+        return [tool.schema for tool in self.tools.values()]
 
     async def start(self, seed: int | None = None, options: dict[str, Any] | None = None) -> list[Message]:
         """Begin an episode (ending the one before); the same seed gives the same episode."""
@@ -144,17 +149,22 @@ class ToolEnv(gymnasium.Env[str, str]):
         super().reset(seed=seed)
         if seed is None:
             seed = int(self.np_random.integers(2**31))
-        self.__turns, self.__finished, self.__grade, self.__running = 0, False, None, True
+        self.__begun, self.__turns = {}, []
+        self.__finished, self.__grade, self.__running = False, None, True
         opening = await _resolve(self.setup(seed, dict(options or {})))
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, {"role": "user", "content": opening}]
+        messages = [*system, {"role": "user", "content": opening}]
+        self.__begun = {"seed": seed, "options": dict(options or {}), "opening": messages}
+        return messages
 
     async def act(self, calls: Sequence[ToolCall] | None, content: str = "", error: str | None = None) -> Step:
         """One turn of the model: its tool calls in order, its text, or the `error` that kept it from being parsed."""
-        if not self.__running or self.__finished or self.__turns >= self.max_turns:
+        if not self.__running or self.__finished or len(self.__turns) >= self.max_turns:
             raise RuntimeError("the episode is over or was never started: call start() first")
-        self.__turns, self.__turn_reward = self.__turns + 1, 0.0
+        self.__turn_reward = 0.0
         messages: list[Message] = []
+        said = None if calls is None else [{"name": call.name, "arguments": call.arguments} for call in calls]
+        self.__turns.append({"calls": said, "content": content, "error": error, "messages": messages})
         if error is not None:
             messages.append({"role": "tool", "content": f"Error: {error}"})
         elif not calls:
@@ -163,7 +173,7 @@ class ToolEnv(gymnasium.Env[str, str]):
             messages.append({"role": "tool", "name": call.name, "content": await self.__run(call)})
             if self.__finished:
                 break
-        truncated = not self.__finished and self.__turns >= self.max_turns
+        truncated = not self.__finished and len(self.__turns) >= self.max_turns
         return Step(messages, self.__finished or truncated, self.__turn_reward, truncated)
 
     async def score(self) -> Grade:
@@ -180,6 +190,21 @@ class ToolEnv(gymnasium.Env[str, str]):
         if self.__running:
             self.__running = False
             await _resolve(self.close_episode())
+
+    def checkpoint(self) -> dict[str, Any]:
+        """The episode up to now, fit for JSON: how it began, and each turn with what it was answered."""
+        return {**self.__begun, "turns": [dict(turn) for turn in self.__turns]}
+
+    async def replay(self, checkpoint: Mapping[str, Any]) -> None:
+        """Begin again and do what the checkpoint tells; `ReplayDiffers` at the first answer that is not the same."""
+        opening = await self.start(checkpoint["seed"], checkpoint["options"])
+        if opening != checkpoint["opening"]:
+            raise ReplayDiffers(f"the opening was {checkpoint['opening']} and is now {opening}")
+        for number, turn in enumerate(checkpoint["turns"], 1):
+            calls = None if turn["calls"] is None else [ToolCall(**call) for call in turn["calls"]]
+            step = await self.act(calls, turn["content"], turn["error"])
+            if step.messages != turn["messages"]:
+                raise ReplayDiffers(f"turn {number} was answered {turn['messages']} and is now {step.messages}")
 
     async def __run(self, call: ToolCall) -> str:
         tool = self.tools.get(call.name)

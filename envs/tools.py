@@ -32,6 +32,11 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any]
 
+    def __str__(self) -> str:
+        """As a model writes it (Hermes); for the text that a scripted `expert` answers with."""
+        call = json.dumps({"name": self.name, "arguments": dict(self.arguments)}, ensure_ascii=False)
+        return f"<tool_call>\n{call}\n</tool_call>"
+
 
 def tool(method: F) -> F:
     """Offer a method of a `ToolEnv` to the model. Sync or async; anything that waits should be async.
@@ -54,7 +59,8 @@ class Tool:
 
     name: str
     function: Callable[..., Any]
-    arguments: type[pydantic.BaseModel]
+    arguments: type[pydantic.BaseModel] | None
+    """What checks a call's arguments; None: whoever answers the call does."""
     signature: str
     schema: dict[str, Any]
 
@@ -64,14 +70,20 @@ class Tool:
         name = function.__name__
         description, documented = _parse_docstring(inspect.getdoc(function) or "")
         parameters = list(inspect.signature(function).parameters.values())[1:]  # without self
-        hints = typing.get_type_hints(function, include_extras=True)
-        model = pydantic.create_model(  # type: ignore[call-overload]
-            name,
-            __config__=pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=False),
-            # Numbered, because pydantic reserves some names for itself; a model and its errors see the aliases.
-            **{f"field_{i}": _field(name, p, hints, documented.get(p.name)) for i, p in enumerate(parameters)},
-        )
-        parameter_schema = model.model_json_schema(schema_generator=_NoTitles)
+        try:
+            hints = typing.get_type_hints(function, include_extras=True)
+            model = pydantic.create_model(  # type: ignore[call-overload]
+                name,
+                __config__=pydantic.ConfigDict(extra="forbid", allow_inf_nan=False),
+                # Numbered, because pydantic reserves some names for itself; a model and its errors see the aliases.
+                **{f"field_{i}": _field(name, p, hints, documented.get(p.name)) for i, p in enumerate(parameters)},
+            )
+            parameter_schema = model.model_json_schema(schema_generator=_NoTitles)
+        except (NameError, pydantic.errors.PydanticUserError) as error:
+            what = str(error).splitlines()[0].partition(". Set ")[0]
+            raise ValueError(
+                f"tool {name}: a parameter's type hint cannot be made into a JSON schema: {what}"
+            ) from error
         parameter_schema.pop("title", None)
         parameter_schema.pop("additionalProperties", None)
         schema = {"name": name, "description": description, "parameters": parameter_schema}
@@ -80,10 +92,23 @@ class Tool:
         signature = f"{name}({', '.join(_describe(p, hints) for p in parameters)})"
         return cls(name, function, model, signature, {"type": "function", "function": schema})
 
+    @classmethod
+    def described(
+        cls, name: str, description: str, parameters: Mapping[str, Any], function: Callable[..., Any]
+    ) -> "Tool":
+        """A tool that somebody else describes, by JSON schema, and whose arguments they check."""
+        shown = ", ".join(
+            f"{key}: {value.get('type', 'any')}" for key, value in parameters.get("properties", {}).items()
+        )
+        schema = {"name": name, "description": description, "parameters": dict(parameters)}
+        return cls(name, function, None, f"{name}({shown})", {"type": "function", "function": schema})
+
     def bind(self, arguments: object) -> dict[str, Any]:
         """Checked and converted arguments; `ToolError` for the model when they do not fit."""
         if not isinstance(arguments, Mapping):
             raise ToolError(f"arguments must be a JSON object. Usage: {self.signature}")
+        if self.arguments is None:
+            return dict(arguments)
         try:
             checked = self.arguments.model_validate(dict(arguments))
         except pydantic.ValidationError as error:

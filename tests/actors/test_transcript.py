@@ -23,7 +23,7 @@ def say(ids, version=1):
 
 
 def test_the_record_is_exactly_what_was_sent_and_sampled(chat):
-    transcript = Transcript(chat, Guess.tool_schemas())
+    transcript = Transcript(chat, Guess().tool_schemas())
     transcript.open(OPENING)
     prompt = list(transcript.ids)
     first = [*chat.encode(CALL), chat.stop_id]
@@ -40,14 +40,14 @@ def test_the_record_is_exactly_what_was_sent_and_sampled(chat):
     assert (
         chat.decode(trace.tokens.tolist())
         == chat.decode(
-            chat.opening([*OPENING, {"role": "assistant", "content": CALL}, *HIGHER], Guess.tool_schemas()).ids
+            chat.opening([*OPENING, {"role": "assistant", "content": CALL}, *HIGHER], Guess().tool_schemas()).ids
         )
         + "7<|im_end|>"
     )
 
 
 def test_turns_hold_content_and_nothing_of_the_template(chat):
-    transcript = Transcript(chat, Guess.tool_schemas())
+    transcript = Transcript(chat, Guess().tool_schemas())
     transcript.open(OPENING)
     transcript.say(say([*chat.encode(CALL), chat.stop_id]))
     transcript.hear(HIGHER, seconds=0.25)
@@ -121,7 +121,7 @@ def test_the_template_may_trim_contents(chat, model, tmp_path):
     "content", ["", "é😀", "<|im_end|>\n<|im_start|>user\n", "a\ue0000\ue001b", "{{ 1 }}", "x" * 5000]
 )
 def test_any_content_keeps_its_place(chat, content):
-    transcript = Transcript(chat, Guess.tool_schemas())
+    transcript = Transcript(chat, Guess().tool_schemas())
     transcript.open([*OPENING[:1], {"role": "user", "content": content}])
     transcript.say(say([chat.stop_id]))
     transcript.hear([{"role": "tool", "content": content}, {"role": "tool", "content": "end"}])
@@ -164,7 +164,7 @@ def as_trajectory(traces, status="segment", reward=0.0):
 def test_a_restored_transcript_is_the_same_and_goes_on_the_same(template, seed, request):
     chat = request.getfixturevalue(template)
     walk = Walk(seed, chat)
-    transcript = Transcript(chat, Guess.tool_schemas())
+    transcript = Transcript(chat, Guess().tool_schemas())
     transcript.open(OPENING)
     for _ in range(walk.rng.randrange(5)):
         walk.turn(transcript)
@@ -172,7 +172,7 @@ def test_a_restored_transcript_is_the_same_and_goes_on_the_same(template, seed, 
             transcript.cut()
     stored = unpack(pack(as_trajectory(transcript.traces())))
     assert stored.traces == transcript.traces()
-    restored = Transcript(chat, Guess.tool_schemas())
+    restored = Transcript(chat, Guess().tool_schemas())
     restored.restore(list(transcript.messages), stored.traces)
     for _ in range(4):
         assert restored.traces() == transcript.traces() and restored.ids == transcript.ids
@@ -246,7 +246,7 @@ def test_it_is_quick_enough(chat):
     """The demonstration takes some 400 turns a second on one busy core."""
     started = time.process_time()
     for _ in range(200):
-        transcript = Transcript(chat, Guess.tool_schemas())
+        transcript = Transcript(chat, Guess().tool_schemas())
         transcript.open(OPENING)
         for _ in range(4):
             transcript.say(say([*chat.encode(CALL), chat.stop_id]))

@@ -1,0 +1,106 @@
+"""Is an environment fit for training? It is played in processes of its own, and each finding comes with its fix.
+
+Invariant: `check` returns within the deadlines it was given, whatever the environment does, and nothing that it started
+is left. A finding is "fail" when training would be wrong or would stall, "warn" when it would be worse than it need be.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from . import findings
+from .findings import Finding
+from .probe import descendants
+from .tool_env import Message
+
+GRACE = 5.0  # seconds beyond what the probe allows itself
+START = 60.0  # seconds until the probe has imported Argosy
+
+
+@dataclass(frozen=True)
+class Report:
+    env: str
+    findings: list[Finding]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    """An episode as the model would see it: the expert's, else a random one."""
+
+    @property
+    def ok(self) -> bool:
+        return all(finding.status != "fail" for finding in self.findings)
+
+
+def check(
+    env: str,
+    kwargs: Mapping[str, Any] | None = None,
+    seeds: int = 3,
+    seconds: float = 30.0,
+    parse: str = "",
+    say: Callable[[str], None] = lambda doing: None,
+) -> Report:
+    """Play an environment (anything that `make_env` takes) with random calls, odd ones and, if `parse` names what reads
+    a model's text ("module:function"), its expert. `seconds`: how long one call may take. `say` hears what goes on."""
+    request = {"env": env, "kwargs": dict(kwargs or {}), "seeds": seeds, "seconds": seconds, "parse": parse}
+    played, stuck = _probe({**request, "thorough": True}, "0", say)
+    if stuck is not None:
+        return Report(env, [stuck])
+    if (failure := played.get("failure")) is not None:
+        return Report(env, [findings.not_loaded(failure)])
+    elsewhere, stuck = _probe({**request, "thorough": False}, "1", say)
+    found = findings.of(played, stuck or findings.elsewhere(played, elsewhere))
+    return Report(env, list(found), played["tools"], findings.conversation(played["first"]))
+
+
+def _probe(request: dict[str, Any], hash_seed: str, say: Callable[[str], None]) -> tuple[Any, Finding | None]:
+    """What the probe found, or what it died of or stuck in."""
+    ours, theirs = os.pipe()
+    with tempfile.TemporaryFile() as said, selectors.DefaultSelector() as selector:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "argosy.envs.probe", json.dumps({**request, "pipe": theirs})],
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            pass_fds=[theirs],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            start_new_session=True,
+        )
+        os.close(theirs)
+        selector.register(ours, selectors.EVENT_READ)
+        doing, deadline, rest = "starting", time.monotonic() + START, b""
+        try:
+            while selector.select(max(0.0, deadline - time.monotonic())):
+                if not (data := os.read(ours, 1 << 20)):
+                    process.wait(GRACE)
+                    return None, findings.died(doing, process.returncode, _tail(said))
+                *lines, rest = (rest + data).split(b"\n")
+                for event in map(json.loads, lines):
+                    if "result" in event:
+                        process.wait(GRACE)
+                        return event["result"], None
+                    doing, deadline = event["doing"], time.monotonic() + event["seconds"] + GRACE
+                    say(doing)
+            process.send_signal(signal.SIGUSR1)  # it says where it is
+            time.sleep(0.5)
+            return None, findings.stuck(doing, request["seconds"], _tail(said))
+        finally:
+            for pid in [*descendants(process.pid), process.pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+            os.close(ours)
+
+
+def _tail(file: IO[bytes]) -> str:
+    """What the probe, and whatever ran in it, printed last."""
+    end = file.seek(0, os.SEEK_END)
+    file.seek(max(0, end - 10_000))
+    return file.read().decode(errors="replace").strip()
