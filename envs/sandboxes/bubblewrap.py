@@ -9,13 +9,14 @@ import asyncio
 import json
 import os
 import struct
-import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import SandboxGone, SandboxUnavailable
-from . import launch
 from .archive import pattern, sift
+from .cgroup import Group, create
+from .launch import Launched, explain, launch
+from .network import Proxy
 from .sandbox import Sandbox
 from .spec import DEFAULT_SPEC, Outcome, Result, SandboxSpec
 
@@ -27,33 +28,44 @@ _START = 30.0
 class BubblewrapSandbox(Sandbox):
     """Besides what every sandbox can, it calls Python functions in milliseconds."""
 
-    def __init__(
-        self,
-        spec: SandboxSpec,
-        process: subprocess.Popen[bytes],
-        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-    ):
+    _reader: asyncio.StreamReader
+    _writer: asyncio.StreamWriter
+
+    def __init__(self, spec: SandboxSpec, launched: Launched, group: Group | None):
         self.spec = spec
-        self._process = process
-        assert process.stderr is not None
-        self._stderr, self._words = process.stderr, b""
-        self._reader, self._writer = streams
+        self._process, self._group = launched.process, group
+        assert self._process.stderr is not None
+        self._stderr, self._words = self._process.stderr, b""
         self._turn = asyncio.Lock()
         self._alive = True
+        self._oom_kills = 0
+        self.proxy = Proxy(spec.network) if spec.network else None
+        """What the sandbox asked of the network in vain; None where it has none."""
 
     @classmethod
     async def open(cls, spec: SandboxSpec = DEFAULT_SPEC) -> "BubblewrapSandbox":
-        launched = launch.launch(spec)
-        sandbox = cls(spec, launched.process, await asyncio.open_connection(sock=launched.connection))
+        group = create(spec.limits)
+        try:
+            launched = launch(spec, group.join if group else ())
+        except BaseException:
+            if group:
+                group.remove()
+            raise
+        sandbox = cls(spec, launched, group)
         try:
             async with asyncio.timeout(_START):
+                sandbox._reader, sandbox._writer = await asyncio.open_connection(sock=launched.connection)
                 await sandbox._receive()
+                if sandbox.proxy:
+                    await sandbox.proxy.serve(launched.listener())
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
             await sandbox.close()
-            raise SandboxUnavailable(launch.explain(sandbox._last_words())) from error
+            raise SandboxUnavailable(explain(sandbox._last_words())) from error
         except BaseException:
             sandbox.kill()
             raise
+        finally:
+            launched.passage.close()
         return sandbox
 
     @property
@@ -68,7 +80,10 @@ class BubblewrapSandbox(Sandbox):
         header, output = await self._request(
             {"do": "run", "seconds": timeout, "fresh": fresh}, _encode(command), timeout
         )
-        return Result(header["exit"], output.decode(errors="replace"), header["truncated"], header["reason"])
+        code, reason = header["exit"], header["reason"]
+        if code == 137 and reason != "timeout" and self._ran_out_of_memory():
+            reason = "oom"
+        return Result(code, output.decode(errors="replace"), header["truncated"], reason)
 
     async def write(self, path: str, content: str | bytes, executable: bool = False) -> None:
         header = {"do": "write", "path": path, "executable": executable}
@@ -123,11 +138,24 @@ class BubblewrapSandbox(Sandbox):
             await asyncio.to_thread(self._process.wait, _GRACE)
         self._last_words()
         self._stderr.close()
+        self._let_go()
 
     def kill(self) -> None:
         self._alive = False
         self._process.kill()
         self._writer.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self.proxy:
+            self.proxy.close()
+        if self._group:
+            self._group.remove()
+
+    def _ran_out_of_memory(self) -> bool:
+        """The kernel was quicker than the guest."""
+        before, self._oom_kills = self._oom_kills, self._group.oom_kills() if self._group else 0
+        return self._oom_kills > before
 
     async def _request(
         self, header: dict[str, Any], body: bytes = b"", seconds: float = 20.0

@@ -9,6 +9,7 @@ owner twice: the kernel kills bubblewrap with its parent, and the guest leaves w
 import contextlib
 import functools
 import json
+import math
 import os
 import posixpath
 import shutil
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import SandboxUnavailable
+from .network import proxy_environment
 from .spec import SandboxSpec
 
 _NOBODY = 65534
@@ -29,6 +31,7 @@ _GUEST = Path(__file__).with_name("guest")
 _INSIDE = "/.sandbox"  # ours: read-only, and a mount, so that it cannot be moved away
 _PYTHON_INSIDE = f"{_INSIDE}/python"
 _START = f"import sys; sys.path[0] = '{_INSIDE}'; from guest.main import main; del sys.path[0]; main()"
+_PROXY_PORT = 3128
 _REQUIRED = ("--as-pid-1", "--disable-userns", "--size", "--perms", "--remount-ro")
 _SYSTEM_FOLDERS = ("/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin")
 _PROTECTED = ("/.sandbox", "/dev", "/etc", "/proc", "/sys", "/usr", *_SYSTEM_FOLDERS)
@@ -57,6 +60,12 @@ class Launched:
     connection: socket.socket
     passage: socket.socket
 
+    def listener(self) -> socket.socket:
+        """Where the sandbox looks for its proxy: on its own loopback, and served by us. Once the guest has spoken."""
+        self.passage.setblocking(False)
+        _, fds, _, _ = socket.recv_fds(self.passage, 16, 1)
+        return socket.socket(fileno=fds[0])
+
 
 def launch(spec: SandboxSpec, join: Sequence[str] = ()) -> Launched:
     """Start it, in a process that went through the command `join`; `SandboxUnavailable` when a program is missing."""
@@ -67,8 +76,14 @@ def launch(spec: SandboxSpec, join: Sequence[str] = ()) -> Launched:
         passage, inner = socket.socketpair()
         passed.enter_context(theirs)
         passed.enter_context(inner)
-        config = {"limits": asdict(spec.limits), "workdir": spec.workdir, "environment": dict(spec.environment)}
-        config["proxy"] = inner.fileno() if spec.network else None
+        environment = proxy_environment(f"http://127.0.0.1:{_PROXY_PORT}") if spec.network else {}
+        config = {
+            "limits": asdict(spec.limits),
+            "workdir": spec.workdir,
+            "environment": environment | dict(spec.environment),
+            "proxy": (inner.fileno(), _PROXY_PORT) if spec.network else None,
+            "processors": None if spec.limits.cpus is None else math.ceil(spec.limits.cpus),
+        }
         mounts, fds = _mounts(spec.limits.disk, passed)
         process = subprocess.Popen(
             [*command, *mounts, *_python(), "-c", _START, json.dumps(config)],

@@ -1,10 +1,12 @@
 """A warm pool of sandboxes, shared by the many episodes of one event loop.
 
-Invariant: at most `size` sandboxes live at once, and whoever acquires one finds it clean: `release` resets it before
-anybody else can have it, and one that cannot be reset is ended and replaced. What waits: `acquire`, on `release`.
+Invariant: at most `size` sandboxes live at once (idle ones and taken places together), and whoever acquires one finds
+it clean: `release` resets it before anybody else can have it, and one that cannot be reset is ended and replaced. What
+waits: `acquire`, on `release`.
 """
 
 import asyncio
+import logging
 import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -17,19 +19,24 @@ from .spec import DEFAULT_SPEC, Outcome, SandboxSpec
 
 _STARTS = 2  # starts at once: more only make each other slower
 
+_log = logging.getLogger(__name__)
 _shared: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[int, SandboxSpec], SandboxPool]]"
 _shared = weakref.WeakKeyDictionary()
 
 
 class SandboxPool:
-    """Belongs to the event loop it is first used in. Sandboxes start when they are needed and stay warm."""
+    """Belongs to the event loop it is first used in. Sandboxes start when they are needed, or before (`warm`)."""
 
     def __init__(self, size: int = 4, spec: SandboxSpec = DEFAULT_SPEC):
         self.size, self.spec = size, spec
-        self._free = asyncio.Semaphore(size)
+        self._places = asyncio.Semaphore(size)
+        self._taken = 0
         self._starting = asyncio.Semaphore(_STARTS)
         self._idle: list[Sandbox] = []
+        self._unused: weakref.WeakSet[Sandbox] = weakref.WeakSet()
         self._started: list[Sandbox] = []
+        self._ready = 0
+        self._refills: set[asyncio.Task[None]] = set()
         self._closed = False
 
     @classmethod
@@ -38,11 +45,18 @@ class SandboxPool:
         pools = _shared.setdefault(asyncio.get_running_loop(), {})
         return pools.setdefault((size, spec), cls(size, spec))
 
+    async def warm(self, count: int | None = None) -> None:
+        """Start `count` (None: all), and from now on keep as many waiting, as far as the size allows: `acquire` is
+        instant then, also of a `fresh` one."""
+        self._ready = self.size if count is None else min(count, self.size)
+        self._refill()
+        await asyncio.gather(*self._refills)
+
     async def acquire(self, timeout: float = 60.0, fresh: bool = False) -> Sandbox:
         """A clean sandbox, for the caller alone until `release`; `fresh` wants one that nobody had before."""
         try:
             async with asyncio.timeout(timeout):
-                await self._free.acquire()
+                await self._take_place()
         except TimeoutError:
             raise SandboxUnavailable(
                 f"all {self.size} sandboxes of the pool were in use for {timeout:g} s: make the pool larger"
@@ -50,8 +64,10 @@ class SandboxPool:
         try:
             return await self._take(fresh)
         except BaseException:
-            self._free.release()
+            self._give_place_back()
             raise
+        finally:
+            self._refill()
 
     async def release(self, sandbox: Sandbox) -> None:
         """Give it back, in whatever state it is; the caller may not use it any more."""
@@ -65,7 +81,8 @@ class SandboxPool:
                 self._idle.append(sandbox)
             else:
                 sandbox.kill()
-            self._free.release()
+            self._give_place_back()
+            self._refill()
 
     @asynccontextmanager
     async def sandbox(self, fresh: bool = False) -> AsyncIterator[Sandbox]:
@@ -102,23 +119,62 @@ class SandboxPool:
     async def close(self) -> None:
         """End all sandboxes, also those in use, and wait until they are gone."""
         self._closed = True
+        for task in self._refills:
+            task.cancel()
+        await asyncio.gather(*self._refills, return_exceptions=True)
         self._idle.clear()
         await asyncio.gather(*(sandbox.close() for sandbox in self._started))
         self._started.clear()
 
+    async def _take_place(self) -> None:
+        await self._places.acquire()
+        self._taken += 1
+
+    def _give_place_back(self) -> None:
+        self._taken -= 1
+        self._places.release()
+
     async def _take(self, fresh: bool) -> Sandbox:
+        """An idle one that will do (not one nobody had, if any will do), else a new one."""
         if self._closed:
             raise SandboxUnavailable("the sandbox pool is closed")
-        while self._idle:
-            sandbox = self._idle.pop()
-            if fresh:
-                sandbox.kill()
-            if sandbox.alive:
-                return sandbox
+        self._idle = [sandbox for sandbox in self._idle if sandbox.alive]
+        fitting = [sandbox for sandbox in self._idle if not fresh or sandbox in self._unused]
+        if fitting:
+            sandbox = min(fitting, key=self._unused.__contains__)
+            self._idle.remove(sandbox)
+        else:
+            while len(self._idle) + self._taken > self.size:
+                self._idle.pop().kill()
+            sandbox = await self._start()
+        self._unused.discard(sandbox)
+        return sandbox
+
+    async def _start(self) -> Sandbox:
         async with self._starting:
             sandbox = await Sandbox.open(self.spec)
+        self._unused.add(sandbox)
         self._started = [*(other for other in self._started if not other.ended), sandbox]
         return sandbox
+
+    def _refill(self) -> None:
+        """Start what is missing of the ones that should wait, in the background."""
+        room = self.size - self._taken - len(self._idle)
+        for _ in range(min(room, self._ready - len(self._idle)) - len(self._refills)):
+            task = asyncio.create_task(self._add())
+            self._refills.add(task)
+            task.add_done_callback(self._refills.discard)
+
+    async def _add(self) -> None:
+        """A place is taken meanwhile, so that there are never more than `size`."""
+        await self._take_place()
+        try:
+            if len(self._idle) + self._taken <= self.size and len(self._idle) < self._ready and not self._closed:
+                self._idle.append(await self._start())
+        except SandboxUnavailable as error:
+            _log.warning("a sandbox could not be started ahead of need: %s", error)
+        finally:
+            self._give_place_back()
 
 
 async def close_shared_pools() -> None:

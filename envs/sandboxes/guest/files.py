@@ -14,8 +14,8 @@ import stat
 
 _NO_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-SKELETON = (("/dev/shm", 0o1777), ("/home", 0o755), ("/root", 0o755), ("/run", 0o755), ("/tmp", 0o1777))
-SKELETON += (("/var", 0o755), ("/var/tmp", 0o1777))
+_SKELETON = {"/dev/shm": 0o1777, "/home": 0o755, "/root": 0o755, "/run": 0o755}
+_SKELETON |= {"/tmp": 0o1777, "/var": 0o755, "/var/tmp": 0o1777}
 
 
 def load(path, most):
@@ -129,7 +129,9 @@ def put(workdir, tar):
                 continue
             fd = os.open(base, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=parent)
             with open(fd, "wb") as file:
-                file.write(archive.extractfile(member).read())
+                content = archive.extractfile(member)
+                assert content is not None
+                file.write(content.read())
                 file.flush()
                 os.fchmod(fd, member.mode)
                 os.utime(fd, (member.mtime, member.mtime))
@@ -142,9 +144,12 @@ def put(workdir, tar):
         os.close(fd)
 
 
-class _Writer:
-    def __init__(self, write):
-        self.write = write
+class _Writer(io.RawIOBase):
+    def __init__(self, function):
+        self._function = function
+
+    def write(self, part):
+        self._function(part)
 
 
 def _walk(path, make=False):
@@ -214,7 +219,7 @@ def clear(workdir):
 
 
 def furnish(workdir):
-    for path, mode in (*SKELETON, (workdir, 0o755)):
+    for path, mode in {workdir: 0o755, **_SKELETON}.items():
         os.makedirs(path, exist_ok=True)
         os.chmod(path, mode)
 

@@ -21,7 +21,6 @@ from .processes import OWNER, kill_all_others, reap, wait_for_request
 from .shell import Shell
 
 LENGTHS = struct.Struct(">II")
-PROXY_PORT = 3128
 PATH = "/usr/local/bin:/usr/bin:/bin:" + os.path.dirname(sys.executable)
 LIMIT_KINDS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
@@ -148,12 +147,12 @@ def send(header, body=b""):
         data = data[os.write(1, data) :]
 
 
-def open_proxy(passage):
-    """Listen where HTTP_PROXY points, and give the listening socket to the owner, who has the way out."""
+def open_proxy(passage, port):
+    """Listen where http_proxy points, and give the listening socket to the owner, who has the way out."""
     import socket  # 4 ms, for few
 
     with socket.socket() as listener, socket.socket(fileno=passage) as owner:
-        listener.bind(("127.0.0.1", PROXY_PORT))
+        listener.bind(("127.0.0.1", port))
         listener.listen(64)
         socket.send_fds(owner, [b"proxy"], [listener.fileno()])
 
@@ -167,7 +166,11 @@ def main():
     LIBC.prctl(PR_SET_DUMPABLE, 0)
     files.furnish(config["workdir"])
     if config["proxy"] is not None:
-        open_proxy(config["proxy"])
+        open_proxy(*config["proxy"])
+    if config["processors"] is not None:  # a control group keeps it exactly, where there is one
+        possible = sorted(os.sched_getaffinity(0))
+        first = int.from_bytes(os.urandom(2), "big")
+        os.sched_setaffinity(0, {possible[(first + i) % len(possible)] for i in range(config["processors"])})
     guest = Guest(config)
     exec(compile("def f(x):\n    return [x]\n", "warm", "exec"), {})  # an interpreter's first compile takes 1 ms more
     gc.freeze()  # children copy fewer pages

@@ -29,8 +29,8 @@ _DRIVER = (
 class Shell:
     def __init__(self, limits, folder, environment):
         self._limits, self._folder, self._environment = limits, folder, environment
-        self.pid = None
-        self.output = None
+        self.pid: int | None = None
+        self.output: int | None = None
 
     def run(self, command, seconds, sink):
         """Its exit status as a shell tells it, and why it ended if not by itself."""
@@ -66,6 +66,7 @@ class Shell:
     def end(self):
         """The next command gets another shell; what this one left in the background lives on."""
         if self._lives():
+            assert self.pid is not None
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
             self._forget()
