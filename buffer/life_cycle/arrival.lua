@@ -1,11 +1,7 @@
 -- Arrival: what workers send of an attempt, on the way or at its end: leased -> ready
 
 -- A blob is sent expiring, ahead of the transition that counts it; from then on it stays.
-local function arrived(...)
-  if redis.call('EXISTS', ...) < select('#', ...) then return false end
-  for _, blob in ipairs({ ... }) do redis.call('PERSIST', blob) end
-  return true
-end
+local function arrived(blob) return redis.call('PERSIST', blob) == 1 or redis.call('EXISTS', blob) == 1 end
 
 local function too_late(payload) -- counted once, however often it is sent
   if redis.call('UNLINK', payload) == 1 then redis.call('HINCRBY', key.control, 'late', 1) end
@@ -39,6 +35,7 @@ local function come_home(attempt, payload, facts)
   local oldest, newest, reward, tokens, bytes = unpack(facts)
   local version = control('version')
   if oldest == '' then oldest, newest = version, version end
+  attempt.oldest = oldest
   note(attempt, 'h' .. oldest .. '-' .. newest, 'payload', payload, 'oldest', oldest, 'newest', newest,
     'reward', reward, 'tokens', tokens, 'bytes', bytes, 'home', version, 'home_at', now())
 end
@@ -58,7 +55,7 @@ function transitions.complete(id, token, payload, ...)
   redis.call('HDEL', attempt_key(id), 'token', 'partial', 'sampled')
   come_home(attempt, payload, { ... })
   move(attempt, 'leased', 'ready', now())
-  settle(attempt.group)
+  settle(attempt.group, attempt)
   return 'ok'
 end
 
@@ -75,7 +72,8 @@ function transitions.segment(id, token, number, payload, partial, sampled, ...)
     forget_unless_used(id, partial)
     return attempt and 'duplicate' or 'gone'
   end
-  if not arrived(payload, partial) then return 'resend' end
+  if redis.call('EXISTS', partial) == 0 or not arrived(payload) then return 'resend' end
+  redis.call('PERSIST', partial)
   note(attempt, 'g' .. number, 'segments', number)
   keep_partial(attempt, partial, sampled)
   redis.call('HSET', group_key(group), 'size', 1, 'label', attempt.label, 'source', attempt.source, 'alive', '0')

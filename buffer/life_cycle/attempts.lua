@@ -71,15 +71,19 @@ local function now() -- of this call
   return clock
 end
 
-local known = {} -- of the control hash, by this call
+local known -- of the control hash, by this call; two fields that nearly all of them need come together
 local function control(field)
+  if not known then
+    local version, born = unpack(redis.call('HMGET', key.control, 'version', 'born'))
+    known = { version = tonumber(version or 0), born = tonumber(born or 0) }
+  end
   known[field] = known[field] or tonumber(redis.call('HGET', key.control, field) or 0)
   return known[field]
 end
 
 local function set_control(field, value)
   redis.call('HSET', key.control, field, value)
-  known[field] = tonumber(value)
+  if known then known[field] = tonumber(value) end
 end
 
 local function raise_to(field, value)

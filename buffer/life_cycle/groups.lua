@@ -104,12 +104,15 @@ end
 
 -- A member came home or left: the group is offered when all that are left are home. A group that lost half of its
 -- members or more has no baseline worth the name, and goes; so does what Redis revived, in a power cut, of a group that
--- is trained, and what is too old. While the learner has a member, the fate of its step comes first.
-local function settle(id)
+-- is trained, and what is too old. While the learner has a member, the fate of its step comes first. `home`: the one
+-- that came, if the caller has it.
+local function settle(id, home)
   local group, oldest, segments, waiting = load_group(id), math.huge, nil, false
   if #group.alive == 0 then return end
   for _, member in ipairs(group.alive) do
-    if rank_in('ready', member) then
+    if home and member == home.id then
+      oldest, segments = math.min(oldest, home.oldest), home.segments > 0
+    elseif rank_in('ready', member) then
       local found = redis.call('HMGET', attempt_key(member), 'oldest', 'segments')
       oldest, segments = math.min(oldest, tonumber(found[1])), found[2]
     elseif rank_in('claimed', member) then
