@@ -67,12 +67,16 @@ async def _problems(task: "Task") -> AsyncIterator[tuple[str, str]]:
         yield "no reference", "nothing shows that it can be solved"
     elif problem := await _reference(task):
         yield problem
-    for attempt in ("stub", "empty"):
-        if problem := await _worthless(task, attempt):
+    async with _begun(task) as sandbox:
+        found = await leaks(task, sandbox)
+        if problem := await _worthless(task, "stub", sandbox):
             yield problem
     async with _begun(task) as sandbox:
-        for leak in await leaks(task, sandbox):
-            yield "leaks", leak
+        await sandbox.exec("find . -mindepth 1 -maxdepth 1 ! -name .git -exec rm -rf {} +", timeout=120)
+        if problem := await _worthless(task, "empty", sandbox):
+            yield problem
+    for leak in found:
+        yield "leaks", leak
 
 
 async def _reference(task: "Task") -> tuple[str, str] | None:
@@ -98,19 +102,15 @@ async def _reference(task: "Task") -> tuple[str, str] | None:
     return None
 
 
-async def _worthless(task: "Task", attempt: str) -> tuple[str, str] | None:
-    """Grade work of no worth: nothing done, or even what was given deleted."""
+async def _worthless(task: "Task", what: str, sandbox: Sandbox) -> tuple[str, str] | None:
+    """Grade work that is worth nothing."""
     from ..grading import grade
 
-    stage = task.stages[0]
-    async with _begun(task) as sandbox:
-        if attempt == "empty":
-            await sandbox.exec("find . -mindepth 1 -maxdepth 1 ! -name .git -exec rm -rf {} +", timeout=120)
-        try:
-            reward = (await grade(task, stage, sandbox)).reward
-        except InvalidGrade as error:
-            return f"{attempt} has no grade", str(error)
-    return (f"{attempt} passes", f"it scores {reward:g} for nothing") if reward >= 1.0 else None
+    try:
+        reward = (await grade(task, task.stages[0], sandbox)).reward
+    except InvalidGrade as error:
+        return f"{what} has no grade", str(error)
+    return (f"{what} passes", f"it scores {reward:g} for nothing") if reward >= 1.0 else None
 
 
 @asynccontextmanager

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from argosy.envs import close_shared_pools
 from argosy.envs.tasks import NamedTests, Task, TestOutcomes
 from argosy.envs.tasks.load import Loaded, load_tasks
+from argosy.envs.tasks.validation import Check, validate_tasks
 
 TEST_PATCH = """\
 diff --git a/tests/test_calc.py b/tests/test_calc.py
@@ -32,6 +34,15 @@ diff --git a/calc.py b/calc.py
 +
 +def subtract(x, y):
 +    return x - y
+"""
+BUG = """\
+diff --git a/calc.py b/calc.py
+--- a/calc.py
++++ b/calc.py
+@@ -1,2 +1,2 @@
+ def add(x, y):
+-    return x + y
++    return x - y - x
 """
 ADD, SUBTRACT = (f"test_{name} (tests.test_calc.CalcTest.test_{name})" for name in ("add", "subtract"))
 
@@ -172,9 +183,9 @@ def test_a_malformed_row_names_line_and_field_and_the_rest_loads(
     assert twice.where.endswith(":5") and twice.field == "id"
 
 
-def local(base: str, **changes: Any) -> dict[str, Any]:
-    config = {"test_cmd": "python3 -m unittest -v"}
-    return row(repo="a/b", base_commit=base, install_config=config, **changes)
+def local(base: str, repo: str = "a/b", tests: str = "", **changes: Any) -> dict[str, Any]:
+    config = {"test_cmd": f"python3 -m unittest -v {tests}".strip()}
+    return row(repo=repo, base_commit=base, install_config=config, **changes)
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -193,6 +204,20 @@ def test_a_local_repository_gives_one_commit_and_no_patch(tmp_path: Path, reposi
     assert stage.solution and b"return x - y" in stage.solution.files["calc.py"]
     assert "chmod +x run.sh" in task.setup and "ln -sfn calc.py link" in task.setup
     assert contents(folder) == before
+
+
+def test_rows_of_a_local_repository_are_sound(tmp_path: Path, repository: tuple[Path, str], run: Any) -> None:
+    folder, base = repository
+    smith = local(base, "swesmith/b", "tests.test_calc", instance_id="smith", test_patch=None, patch=BUG)
+    smith |= {"FAIL_TO_PASS": [ADD], "PASS_TO_PASS": []}
+    loaded = load(tmp_path, local(base), smith, repository=str(folder))
+
+    async def validate() -> list[Check]:
+        found = [check async for check in validate_tasks(loaded)]
+        await close_shared_pools()
+        return found
+
+    assert run(validate()) == [Check("django__django-1"), Check("smith")]
 
 
 def test_a_local_repository_that_does_not_fit(tmp_path: Path, repository: tuple[Path, str]) -> None:

@@ -1,6 +1,7 @@
 def countdown(x):
-    while x != 0:
+    while x > 1:
         yield x
+        x -= 1
 
 
 """
