@@ -32,7 +32,9 @@ def python(config, request):
     work = lambda: call(config["workdir"], request, allowance)  # noqa: E731
     pid = spawn(limits, writer, work, CPU=int(request["seconds"]) + 2)
     os.close(writer)
-    status, reason = supervise(pid, reader, request["seconds"], limits["memory"], keep)
+    ended = os.pidfd_open(pid)
+    status, reason = supervise(pid, ended, reader, request["seconds"], limits["memory"], keep)
+    os.close(ended)
     os.close(reader)
     kill_all_others()
     reap(wait=True)

@@ -69,15 +69,14 @@ def restrain(limits, **more):
         signal.signal(number, signal.SIG_DFL)
 
 
-def supervise(pid, pipe, seconds, memory, sink, report=None, reported=None):
+def supervise(pid, ended, pipe, seconds, memory, sink, report=None, reported=None):
     """Feed `sink` from `pipe` until the child ends, or until `reported` is true of a chunk from `report`.
 
-    Returns its wait status (None while it lives) and why we ended it: None, "timeout" or "oom". A background process
-    that holds the pipe delays nothing.
+    `ended` is the child's pidfd. Returns its wait status (None while it lives) and why we ended it: None, "timeout" or
+    "oom". A background process that holds the pipe delays nothing.
     """
     deadline = time.monotonic() + seconds
     look = time.monotonic() + TICK
-    ended = os.pidfd_open(pid)
     poll = select.poll()
     for fd in (ended, pipe, *abandoned):
         poll.register(fd, select.POLLIN)
@@ -102,7 +101,11 @@ def supervise(pid, pipe, seconds, memory, sink, report=None, reported=None):
             elif fd == ended:
                 alive = running = False
             elif fd == report:
-                running = running and not reported(os.read(report, 4096))
+                chunk = os.read(report, 4096)
+                if not chunk:  # the shell has become another program
+                    poll.unregister(report)
+                elif reported(chunk):
+                    running = False
             elif fd == pipe:
                 chunk = os.read(pipe, 1 << 16)
                 if chunk:
@@ -112,7 +115,6 @@ def supervise(pid, pipe, seconds, memory, sink, report=None, reported=None):
             elif not os.read(fd, 1 << 16):
                 poll.unregister(fd)
                 forget(fd)
-    os.close(ended)
     if reason is not None:
         kill_all_others()
     status = os.waitpid(pid, 0)[1] if reason is not None or not alive else None
@@ -130,20 +132,19 @@ def wait_for_request(memory, pipe, expected):
     poll = select.poll()
     for fd in (OWNER, *abandoned, *([] if pipe is None else [pipe])):
         poll.register(fd, select.POLLIN)
-    if poll.poll(0) == [(OWNER, select.POLLIN)]:
-        return
+    busy = True  # perhaps; the first look is a tick later, by when the next request is often there
     while True:
-        reap()
-        busy = len(others()) > expected
-        if busy and too_much(memory):
-            kill_all_others()
-            reap(wait=True)
         for fd, _ in poll.poll((TICK if busy else IDLE_TICK) * 1000):
             if fd == OWNER:
                 return
             if not os.read(fd, 1 << 16):
                 poll.unregister(fd)
                 forget(fd)
+        reap()
+        busy = len(others()) > expected
+        if busy and too_much(memory):
+            kill_all_others()
+            reap(wait=True)
 
 
 def abandon(pipe):
