@@ -5,6 +5,7 @@ and as JSON.
 """
 
 import asyncio
+import difflib
 import json
 import sys
 from collections import Counter
@@ -22,8 +23,10 @@ from rich.text import Text
 from ..envs import close_shared_pools, make_env
 from ..envs.tasks.load import SOURCES, Backend, Loaded, load_tasks
 from ..envs.tasks.validation import Check, validate_tasks
+from .make_tasks import make
 
 tasks_app = typer.Typer(no_args_is_help=True, help="Task sources: what is in them, and whether they are sound.")
+tasks_app.command()(make)
 Source = Annotated[
     str, typer.Argument(help="harbor:PATH, swebench:FILE, directory:PATH, factory:PATH, or an environment's id.")
 ]
@@ -93,7 +96,8 @@ def _checks(
     source: str, options: dict[str, Any], sandbox: str | None, limit: int | None
 ) -> tuple[AsyncIterator[Check], int | None]:
     """What will be found, and of how many tasks if that is known."""
-    if source.partition(":")[0] in SOURCES:
+    scheme = source.partition(":")[0]
+    if scheme in SOURCES or (scheme != source and difflib.get_close_matches(scheme, SOURCES)):
         loaded = _load(source, options, sandbox)
         return validate_tasks(loaded, limit), min(len(loaded.tasks), limit or len(loaded.tasks)) + len(loaded.problems)
     try:

@@ -12,6 +12,7 @@ from .errors import (
     SandboxUnavailable,
     ToolError,
     UnknownEnvironment,
+    UnusablePackage,
 )
 from .mcp import McpEnv
 from .registry import make_env, register
@@ -43,6 +44,7 @@ __all__ = [
     "ToolEnv",
     "ToolError",
     "UnknownEnvironment",
+    "UnusablePackage",
     "close_shared_pools",
     "make_env",
     "register",

@@ -5,7 +5,8 @@ arguments and give values back, and the comparison happens here. A fifth of all 
 chosen by a hash) never occurs in training: not as what is wanted, not as a bug, not in a demonstration.
 
 Levels: 1 is one function in one file with a wrong operator or constant; 2 is two functions in one file, each with a
-bug; 3 is the same in two files that have to be read first.
+bug; 3 is the same in two files that have to be read first; 4 (repair_library.py) is ordinary functions with ordinary
+bugs.
 """
 
 import hashlib
@@ -67,8 +68,12 @@ class Function:
 
 def repair(level: int = 1, split: str = "train") -> "Repair":
     """The environment `argosy/repair`; ValueError for a level or a split that does not exist."""
-    if level not in (1, 2, 3) or split not in ("train", "held_out"):
-        raise ValueError(f"repair has levels 1, 2, 3 and splits train, held_out; not level {level}, split {split!r}")
+    if level not in (1, 2, 3, 4) or split not in ("train", "held_out"):
+        raise ValueError(f"repair has levels 1 to 4 and splits train, held_out; not level {level}, split {split!r}")
+    if level == 4:
+        from .repair_library import RepairLibrary
+
+        return RepairLibrary(level, split)
     return RepairProject(level, split) if level == 3 else Repair(level, split)
 
 

@@ -18,8 +18,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from pathlib import Path, PurePosixPath
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from ..sandboxes import SandboxSpec
 from ..sources.order import in_split
@@ -29,11 +30,11 @@ from .packages import Package, is_test, pytest_archive
 from .reading import Fields, Problem, content, files_under, text
 from .task import Grading, NamedTests, Solution, Stage, Task
 
-Hint = Literal["none", "file", "function"]
 T = TypeVar("T")
 
 FORMAT = 1
 SPARE = 2  # of a few mutations, so many are noticed by no test
+TELLING = 16  # characters
 SECONDS = 120.0  # of grading; the tests of a file take ten at most
 _TEST_COMMAND = """cd "$(dirname "$0")/.." || exit 2
 export PYTHONPATH="${{PYTHONPATH:+$PYTHONPATH:}}$PWD/{archive}:$PWD/{path}"
@@ -42,6 +43,14 @@ exec python3 -B -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q -rpfE 
 """
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")  # another in every process
 _ARCHIVE, _SCRIPT = ".argosy/pytest.zip", ".argosy/test.sh"
+
+
+class Hint(StrEnum):
+    """What the agent is told of the place."""
+
+    NONE = "none"
+    FILE = "file"
+    FUNCTION = "function"
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,7 @@ async def make(
     count: int,
     seed: int = 0,
     bugs: int = 1,
-    hint: Hint = "none",
+    hint: Hint = Hint.NONE,
     jobs: int = 2,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Made:
@@ -108,7 +117,7 @@ async def make(
                 tell(f"{len(found)} of {wanted} bugs after {made.fates.total()} mutations")
             return found[:wanted]
 
-        made.bugs = await search(iter(single), count * bugs)
+        made.bugs = await search(_secret(package, single), count * bugs)
         if bugs > 1:
             made.bugs = await search(_together(package, made.bugs, bugs), count)
     made.seconds = time.monotonic() - began
@@ -136,6 +145,22 @@ def _single(package: Package, baseline: Baseline, rng: random.Random) -> list[Br
             queues.append(_take_turns(groups))
     rng.shuffle(queues)
     return _take_turns(queues)
+
+
+def _secret(package: Package, variants: Sequence[Break]) -> Iterator[Break]:
+    """Without those whose repair can be copied, because the lost lines also stand in another file."""
+    known = {file: _telling(data) for file, data in package.files.items()}
+    for variant in variants:
+        changed = broken(package.files, variant)
+        lost = frozenset[str]().union(*(known[file] - _telling(now.encode()) for file, now in changed.items()))
+        if not lost or not any(lost <= lines for file, lines in known.items() if file not in changed):
+            yield variant
+
+
+def _telling(source: bytes) -> frozenset[str]:
+    """Lines that are long enough to be no coincidence."""
+    lines = source.decode(errors="replace").splitlines()
+    return frozenset(stripped for line in lines if len(stripped := line.strip()) >= TELLING)
 
 
 def _take_turns(queues: Sequence[Sequence[T]]) -> list[T]:
@@ -173,9 +198,9 @@ def instruction(package: Package, mutations: Break, failing: int, example: tuple
     if failing > 1:
         parts.append(f"{failing - 1} other checks fail too, some perhaps in another way.")
     where = f"in {', '.join(package.roots)}"
-    if hint == "file":
+    if hint == Hint.FILE:
         where = f"in {', '.join(dict.fromkeys(file for file, _ in mutations))}"
-    elif hint == "function":
+    elif hint == Hint.FUNCTION:
         where = f"in {', '.join(f'{mutation.function} ({file})' for file, mutation in mutations)}"
     what = f"There are {len(mutations)} mistakes {where}: find and repair them" if several else ""
     parts.append(
@@ -196,10 +221,14 @@ def _first_lines(text: str, most: int) -> str:
 # A folder of tasks: the package once, and a line for each task.
 
 
-def save(package: Package, bugs: Sequence[Bug], folder: Path) -> None:
+def check_folder(folder: Path) -> None:
     """FileExistsError rather than to mix with what is there."""
-    if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder} is not empty: name a new folder, or remove it")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} is there already: name a new folder")
+
+
+def save(package: Package, bugs: Sequence[Bug], folder: Path) -> None:
+    check_folder(folder)
     about = {"format": FORMAT, "name": package.name, "version": package.version}
     about |= {"roots": package.roots, "tests": package.tests}
     files = {f"package/{name}": data for name, data in package.files.items()} | {"pytest.zip": pytest_archive()}
