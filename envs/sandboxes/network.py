@@ -6,6 +6,7 @@ the owner's machine or its neighbours. The sandbox itself has no network: it rea
 """
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import socket
@@ -80,7 +81,7 @@ class Proxy:
         self._check(host)
         try:
             async with asyncio.timeout(_PATIENCE):
-                there = await asyncio.open_connection(await self._address(host, port), port, limit=_HEAD)
+                there = await self._connect(host, port)
         except (OSError, TimeoutError) as error:
             raise Refused(
                 f"502 Bad Gateway: {host}:{port} cannot be reached: {error or 'it does not answer'}"
@@ -99,13 +100,16 @@ class Proxy:
             return
         self._refuse(host, f"{host} is not on the list of hosts that may be reached ({', '.join(sorted(self._hosts))})")
 
-    async def _address(self, host: str, port: int) -> str:
-        """Where a host is; looked up once, so that it cannot be elsewhere by the time we connect."""
+    async def _connect(self, host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Looked up once, so that it cannot be elsewhere by the time we connect."""
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        address = str(found[0][4][0])
-        if host not in self._hosts and not ipaddress.ip_address(address).is_global:
-            self._refuse(host, f"{host} is not on the public internet ({address})")
-        return address
+        addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+        if host not in self._hosts and not all(ipaddress.ip_address(address).is_global for address in addresses):
+            self._refuse(host, f"{host} is not on the public internet ({', '.join(addresses)})")
+        for address in addresses[:-1]:
+            with contextlib.suppress(OSError):
+                return await asyncio.open_connection(address, port, limit=_HEAD)
+        return await asyncio.open_connection(addresses[-1], port, limit=_HEAD)
 
     def _refuse(self, host: str, reason: str) -> None:
         if host not in self.refused and len(self.refused) < _TOLD:
