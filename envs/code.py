@@ -173,6 +173,8 @@ class CodeEnv(ToolEnv):
     async def close_episode(self) -> None:
         if self._sandbox is not None:
             sandbox, self._sandbox = self._sandbox, None
+            if not any(other is not self.task and other.sandbox == self.task.sandbox for other in self.tasks):
+                await sandbox.close()  # an image of this task's own: kept warm, each would leave one behind
             await self._pool.release(sandbox)
 
     def validate(self, limit: int | None = None) -> AsyncIterator[Check]:

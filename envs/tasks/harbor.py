@@ -20,26 +20,32 @@ from ..sandboxes import Limits, SandboxSpec
 from .reading import Fields, Problem, content, files_under, text
 from .task import Grading, RewardFile, Solution, Stage, Task
 
+Backend = Literal["bubblewrap", "docker"]
+
 _WORKDIR = "/app"  # where most tasks work, for an image that nobody here can ask
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])i?B?", re.IGNORECASE)
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def load(path: Path, backend: Literal["bubblewrap", "docker"]) -> Iterator[Task | Problem]:
-    """The task in a folder, or all tasks below it, in the order of their paths."""
+def load(path: Path, backend: Backend, network: bool) -> Iterator[Task | Problem]:
+    """The task in a folder, or all tasks below it, in the order of their paths.
+
+    `network`: whether those that say nothing about it have it.
+    """
     found = sorted(path.rglob("task.toml"))
     if not found:
         yield Problem(path, "", "holds no task.toml")
     for config in found:
         folder = config.parent
         try:
-            yield _task(folder, folder.name if folder == path else folder.relative_to(path).as_posix(), backend)
+            id = folder.name if folder == path else folder.relative_to(path).as_posix()
+            yield _task(folder, id, backend, network)
         except Problem as problem:
             yield problem
 
 
-def _task(folder: Path, id: str, backend: Literal["bubblewrap", "docker"]) -> Task:
+def _task(folder: Path, id: str, backend: Backend, network: bool) -> Task:
     where = folder / "task.toml"
     try:
         config = Fields(where, tomllib.loads(text(where)))
@@ -49,7 +55,7 @@ def _task(folder: Path, id: str, backend: Literal["bubblewrap", "docker"]) -> Ta
     if version.split(".")[0] != "1":
         raise config.problem("version", f"is {version!r}, and this reads schema 1.x")
     environment = config.table("environment")
-    sandbox, files = _sandbox(folder / "environment", environment, backend)
+    sandbox, files = _sandbox(folder / "environment", environment, backend, network)
     steps = _steps(config)
     stages = [_stage(folder, config, step, sandbox, backend) for step in steps or [Fields(where, {})]]
     stages[0] = replace(stages[0], files=files | dict(stages[0].files))
@@ -78,9 +84,7 @@ def _steps(config: Fields) -> list[Fields]:
     return found
 
 
-def _stage(
-    folder: Path, config: Fields, step: Fields, sandbox: SandboxSpec, backend: Literal["bubblewrap", "docker"]
-) -> Stage:
+def _stage(folder: Path, config: Fields, step: Fields, sandbox: SandboxSpec, backend: Backend) -> Stage:
     """One of [[steps]], or the task itself where it has none."""
     here = folder / "steps" / step.text("name") if step.has("name") else folder
     given = files_under(here / "workdir") if here != folder and (here / "workdir").is_dir() else {}
@@ -106,7 +110,7 @@ def _grading(
     config: Fields,
     step: Fields,
     sandbox: SandboxSpec,
-    backend: Literal["bubblewrap", "docker"],
+    backend: Backend,
 ) -> Grading:
     tests = files_under(folder / "tests", "/tests/") | files_under(here / "tests", "/tests/")
     if "/tests/test.sh" not in tests:
@@ -120,7 +124,7 @@ def _grading(
     if mode == "separate" and (table.has("docker_image") or "/tests/Dockerfile" in tests):
         if backend != "docker":
             raise table.problem("docker_image", "a verifier with an image of its own needs Docker")
-        clean = replace(_sandbox(folder / "tests", table, backend)[0], workdir=sandbox.workdir)
+        clean = replace(_sandbox(folder / "tests", table, backend, False)[0], workdir=sandbox.workdir)
     return Grading(
         command=_with(own.table("env") if own.has("env") else verifier.table("env"), "bash /tests/test.sh"),
         files=tests,
@@ -165,7 +169,7 @@ def _with(variables: Fields, command: str) -> str:
 
 
 def _sandbox(
-    folder: Path, environment: Fields, backend: Literal["bubblewrap", "docker"]
+    folder: Path, environment: Fields, backend: Backend, network: bool
 ) -> tuple[SandboxSpec, dict[str, bytes]]:
     """The sandbox and, where no image brings them, its files."""
     for key in ("gpus", "mcp_servers"):
@@ -182,9 +186,12 @@ def _sandbox(
     if backend == "bubblewrap" and built is not None:
         variables = built.variables | variables
         files = built.files()
+    disk = _bytes(environment, "storage", 10240) if backend == "docker" else Limits.disk
     limits = Limits(
         memory=_bytes(environment, "memory", 2048),
-        disk=_bytes(environment, "storage", 10240) if backend == "docker" else Limits.disk,
+        processes=256,
+        file_size=max(disk // 2, Limits.file_size),
+        disk=disk,
         cpus=environment.number("cpus", 1.0, least=0.01),
     )
     spec = SandboxSpec(
@@ -192,13 +199,13 @@ def _sandbox(
         image=(image or str(folder)) if backend == "docker" else None,
         workdir=environment.text("workdir", built.workdir if built is not None else _WORKDIR),
         limits=limits,
-        network=_network(environment),
+        network=_network(environment, network),
         environment=tuple(sorted(variables.items())),
     )
     return spec, files
 
 
-def _network(environment: Fields) -> tuple[str, ...]:
+def _network(environment: Fields, default: bool) -> tuple[str, ...]:
     if environment.has("network_mode"):
         mode = environment.choice("network_mode", "", "public", "no-network", "allowlist")
         hosts = environment.texts("allowed_hosts")
@@ -208,7 +215,7 @@ def _network(environment: Fields) -> tuple[str, ...]:
     allowed: Any = environment.any("allow_internet")
     if allowed not in (None, True, False):
         raise environment.problem("allow_internet", f"must be true or false, not {allowed!r:.60}")
-    return ("*",) if allowed else ()
+    return ("*",) if (default if allowed is None else allowed) else ()
 
 
 def _bytes(environment: Fields, name: str, default: int) -> int:

@@ -29,8 +29,8 @@ class Loaded:
 def load_tasks(source: str, backend: Backend | None = None, **options: Any) -> Loaded:
     """Read all tasks of a source; ValueError for a source or an option that does not exist.
 
-    `backend` is where they run, None: as the format usually does. Further options: `image` for directory tasks in
-    Docker; `repository`, a local clone, for SWE-bench rows.
+    `backend` is where they run, None: as the format usually does. Further options: `image` for directory and factory
+    tasks in Docker; `repository`, a local clone, for SWE-bench rows; `network` for Harbor tasks that say nothing of it.
     """
     scheme, _, rest = source.partition(":")
     if scheme not in SOURCES or not rest:
@@ -76,8 +76,8 @@ def _plain(backend: Backend | None, image: str | None) -> SandboxSpec:
     return SandboxSpec(backend or "bubblewrap", image=image)
 
 
-def _harbor(path: str, backend: Backend | None) -> Iterator[Task | Problem]:
-    return harbor.load(_folder(path), backend or "docker")
+def _harbor(path: str, backend: Backend | None, network: bool = False) -> Iterator[Task | Problem]:
+    return harbor.load(_folder(path), backend or "docker", network)
 
 
 def _swebench(path: str, backend: Backend | None, repository: str | None = None) -> Iterator[Task | Problem]:
