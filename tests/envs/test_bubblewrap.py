@@ -12,6 +12,7 @@ from typing import Any
 
 import argosy
 import pytest
+from argosy.envs.sandboxes import cgroup
 
 PACKAGES = sysconfig.get_path("purelib")
 OWNER = """
@@ -52,6 +53,23 @@ def test_kill_9_of_the_owner_leaves_no_process(processes_with: Any, eventually: 
     os.kill(process.pid, signal.SIGKILL)
     process.wait(10)
     eventually(lambda: not processes_with(mark))
+
+
+def test_what_a_killed_owner_left_in_control_groups_goes_with_the_next(processes_with: Any, eventually: Any) -> None:
+    if not cgroup._parents():
+        pytest.skip("no control groups may be made here")
+    folders = set(cgroup._parents().values())
+    groups = lambda pid: [g for folder in folders for g in folder.glob(f"argosy-*.{pid}.*")]  # noqa: E731
+    mark = f"{300 + uuid.uuid4().int % 10**9 / 1e9:.9f}"
+    process = owner([], mark)
+    next(line for line in process.stdout if line == "ready\n")
+    assert len(groups(process.pid)) == 1
+    process.kill()
+    process.wait(10)
+    eventually(lambda: not processes_with(mark))
+    second = owner([])
+    assert second.wait(60) == 0
+    assert groups(process.pid) == [] and groups(second.pid) == []
 
 
 def readable_by_nobody(path: str) -> bool:

@@ -1,10 +1,11 @@
 """Many episodes, few sandboxes."""
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
-from argosy.envs import Outcome, Sandbox, SandboxPool, SandboxUnavailable, close_shared_pools
+from argosy.envs import Outcome, Sandbox, SandboxPool, SandboxSpec, SandboxUnavailable, close_shared_pools
 
 
 def test_a_sandbox_comes_back_warm_and_clean(run: Any) -> None:
@@ -119,5 +120,58 @@ def test_many_callers_share_one_pool(run: Any) -> None:
         assert answers == [[Outcome(i), Outcome(2 * i)] for i in range(60)]
         await close_shared_pools()
         assert SandboxPool.shared(size=2) is not pool
+
+    run(body())
+
+
+def test_warm_ones_are_there_at_once_and_refilled(run: Any) -> None:
+    async def body() -> None:
+        pool = SandboxPool(size=3)
+        await pool.warm()
+        assert len(pool._idle) == 3
+        began = time.monotonic()
+        held = [await pool.acquire(fresh=True) for _ in range(3)]
+        assert time.monotonic() - began < 0.05 and len(pool._started) == 3, "none of them had to start"
+        for sandbox in held:
+            await pool.release(sandbox)
+        used = set(held)
+        async with pool.sandbox(fresh=True) as fresh:
+            assert fresh not in used and sum(not sandbox.ended for sandbox in pool._started) <= 3
+            (await pool.acquire()).kill()
+        await pool.warm(2)
+        assert sum(sandbox.alive for sandbox in pool._idle) == 2
+        await pool.close()
+        assert all(sandbox.ended for sandbox in used | {fresh})
+
+    run(body())
+
+
+def test_never_more_than_size_whatever_happens(run: Any) -> None:
+    async def episode(pool: SandboxPool, number: int) -> None:
+        async with pool.sandbox(fresh=number % 3 == 0) as sandbox:
+            seen.append(sum(not other.ended for other in pool._started))
+            assert (await sandbox.exec("ls -A; echo x > x")).output == ""
+            if number % 5 == 0:
+                sandbox.kill()
+
+    async def body() -> None:
+        pool = SandboxPool(size=2)
+        await pool.warm(2)
+        await asyncio.gather(*(episode(pool, number) for number in range(30)))
+        await pool.close()
+
+    seen: list[int] = []
+    run(body())
+    assert max(seen) <= 2 + 1, "one that was killed may still be on its way out"
+
+
+def test_pools_are_shared_by_spec(run: Any) -> None:
+    async def body() -> None:
+        app = SandboxSpec(workdir="/app")
+        assert SandboxPool.shared(2, app) is SandboxPool.shared(2, SandboxSpec(workdir="/app"))
+        assert SandboxPool.shared(2, app) is not SandboxPool.shared(2)
+        async with SandboxPool.shared(2, app).sandbox() as sandbox:
+            assert (await sandbox.exec("pwd")).output == "/app\n"
+        await close_shared_pools()
 
     run(body())

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import resource
+import signal
 import socket
 import time
 import uuid
@@ -211,6 +212,74 @@ def test_reset_leaves_nothing_behind(run: Any, sandbox: Sandbox) -> None:
     left = "find /workspace /tmp /dev/shm -mindepth 1; stat -c %a . /tmp; ls /usr | head -1; echo /proc/[0-9]*/comm"
     assert run(sandbox.exec(left)).output.startswith("755\n1777\nbin\n/proc/1/comm ")
     assert "sleep" not in run(sandbox.exec("cat /proc/[0-9]*/comm")).output
+
+
+def test_any_place_may_be_written_and_reset_cleans_it(run: Any, sandbox: Sandbox) -> None:
+    def listing() -> str:
+        attributes = "python3 -c 'import os; print(os.listxattr(chr(47)))'"
+        found = "find / -xdev -printf '%p %y %m %l\\n' | grep -v /.sandbox"
+        return run(sandbox.exec(f"{found}; {attributes}")).output
+
+    before = listing()
+    for path in ("/app/x", "/tests/test.sh", "/solution/solve.sh", "/logs/verifier/reward.txt", "/root/.x", "/opt/a/b"):
+        run(sandbox.write(path, "echo $0", executable=True))
+        assert run(sandbox.exec(path)) == Result(0, f"{path}\n")
+    run(sandbox.exec("mv /home /gone; rm -rf /var; ln -s /usr /var; mkdir -p /a/b; chmod 0 /a/b /a; chmod 777 /"))
+    run(sandbox.exec("mv /root /tmp; ln -s /etc /root; mkfifo /run/f; rm -rf /workspace; touch /dev/shm/x"))
+    run(sandbox.exec("python3 -c 'import os; os.setxattr(chr(47), \"user.x\", bytes(9))'"))
+    assert run(sandbox.exec("mv /etc /e; mv /usr /u; mv /.sandbox /s; rm -rf /bin; rm /lib64; echo > /etc/passwd")).exit
+    run(sandbox.reset())
+    assert listing() == before
+    assert (
+        run(sandbox.exec("rm -rf --one-file-system --no-preserve-root / 2>/dev/null; /bin/echo still here")).output
+        == "still here\n"
+    )
+    run(sandbox.reset())
+    assert listing() == before
+
+
+def test_git_and_python_find_what_they_need(run: Any, sandbox: Sandbox) -> None:
+    commands = "git init -q; touch a; git add a; git commit -qm first; git log --format='%an %ae %s'; git status -s"
+    assert run(sandbox.exec(commands)) == Result(0, "agent agent@sandbox first\n")
+    python = "import getpass, os, pathlib, socket, ssl, tempfile; print(getpass.getuser(), pathlib.Path.home(), "
+    python += "socket.gethostname(), socket.gethostbyname('localhost'), tempfile.gettempdir(), os.access('/etc', 2))"
+    assert run(sandbox.exec(f'python3 -c "{python}"')).output == "agent /root sandbox 127.0.0.1 /tmp False\n"
+    assert run(sandbox.exec("id -un; echo ~ ~agent; whoami")).output == "agent\n/root /root\nagent\n"
+
+
+@pytest.mark.parametrize("moment", ["idle", "busy"])
+def test_a_sandbox_that_is_gone_is_told_at_once(run: Any, sandbox: Any, moment: str) -> None:
+    async def body() -> float:
+        await sandbox.exec("true")
+        call = asyncio.create_task(sandbox.exec("sleep 60", timeout=60)) if moment == "busy" else None
+        await asyncio.sleep(0.2)
+        os.kill(sandbox._process.pid, signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(SandboxGone):
+            await (call or sandbox.exec("true"))
+        assert not sandbox.alive
+        with pytest.raises(SandboxGone):
+            await sandbox.read("x")
+        return time.monotonic() - began
+
+    assert run(body()) < 1
+
+
+def test_processors_are_limited(run: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> Result:
+        sandbox = await Sandbox.open(SandboxSpec(limits=Limits(cpus=0.25)))
+        spin = "import time; a = time.monotonic()\nwhile time.monotonic() - a < 1: pass\nprint(time.process_time())"
+        await sandbox.write("spin.py", spin)
+        result = await sandbox.exec("python3 spin.py & python3 spin.py & wait; nproc")
+        await sandbox.close()
+        return result
+
+    first, second, processors = run(body()).output.split()
+    if os.geteuid() == 0 and not caplog.messages:
+        assert float(first) + float(second) < 0.5
+    else:
+        assert "cpus" in caplog.text
+    assert processors == "1"
 
 
 @pytest.mark.parametrize(

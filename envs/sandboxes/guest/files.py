@@ -126,6 +126,7 @@ def put(workdir, tar):
             _remove(parent, base)
             if member.issym():
                 os.symlink(member.linkname, base, dir_fd=parent)
+                os.utime(base, (member.mtime, member.mtime), dir_fd=parent, follow_symlinks=False)
                 continue
             fd = os.open(base, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=parent)
             with open(fd, "wb") as file:
