@@ -50,6 +50,12 @@ class SandboxSpec:
     environment: tuple[tuple[str, str], ...] = ()
     """Variables of every command, besides PATH, HOME and LANG."""
 
+    user: str | None = None
+    """Docker: whom commands run as, such as "1000:1000"; None: the image's own user."""
+
+    read_only: bool = False
+    """Docker: nothing can be written but the workdir, /tmp and /var/tmp, which are in memory and bounded by `disk`."""
+
 
 DEFAULT_SPEC = SandboxSpec()
 
