@@ -10,7 +10,6 @@ sandbox of its own.
 
 import asyncio
 import functools
-import logging
 import random
 import statistics
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -31,8 +30,6 @@ from .tools import Tool, ToolCall, tool
 SHOWN = 16_000  # characters of one answer: a model's context holds dozens of them
 LONGEST = 300.0  # seconds of one command
 NO_TIME = "The time for this task is over; your work is judged as it is."
-
-_log = logging.getLogger(__name__)
 
 
 class CodeEnv(ToolEnv):
@@ -57,8 +54,6 @@ class CodeEnv(ToolEnv):
     ):
         """`backend` and `options` are those of `load_tasks`; `judge` is the URL of a model that the guard may ask."""
         loaded = tasks_of(source, split, backend, **options)
-        for problem in loaded.problems:
-            _log.warning("%s", problem)
         if not loaded.tasks:
             raise ValueError(
                 f"{source} has no task to play in split {split!r}. {' '.join(map(str, loaded.problems[:3]))}"
@@ -76,6 +71,7 @@ class CodeEnv(ToolEnv):
     async def setup(self, seed: int, options: dict[str, Any]) -> str:
         self.task = self.tasks[position(seed, len(self.tasks))]
         self.grades: list[Grade] = []
+        self._command: asyncio.Future[Result] | None = None
         self.guard = Guard(judge=self._judge_model) if self._guarded else None
         self._pool = SandboxPool.shared(self.sandboxes, self.task.sandbox)
         self._sandbox = await self._pool.acquire()
@@ -104,7 +100,9 @@ class CodeEnv(ToolEnv):
         """
         if not 0 < timeout <= LONGEST:
             raise ToolError(f"timeout must be more than 0 and at most {LONGEST:g} seconds")
-        return _shown(await self.sandbox.exec(command, timeout=min(timeout, max(1.0, self._left()))))
+        self._command = asyncio.ensure_future(self.sandbox.exec(command, timeout=min(timeout, max(1.0, self._left()))))
+        # Who stops waiting for the answer, because the episode is out of time, wants the sandbox graded, not broken.
+        return _shown(await asyncio.shield(self._command))
 
     @tool
     async def read_file(self, path: str, start: int = 1, end: int | None = None) -> str:
@@ -154,12 +152,13 @@ class CodeEnv(ToolEnv):
     @tool
     async def submit(self) -> str:
         """Hand in your work. It is judged, and if the task has a next part, you are told that."""
-        await self._judge()
-        if self._over():
-            self.finish()
-            return "submitted"
-        await begin(self.task, self.stage, self.sandbox)
-        return self._instruction()
+        if len(self.grades) + 1 < len(self.task.stages):
+            await self._judge()
+            if not self._over():
+                await begin(self.task, self.stage, self.sandbox)
+                return self._instruction()
+        self.finish()
+        return "submitted"
 
     async def grade(self) -> Grade:
         if not self._over():
@@ -173,6 +172,9 @@ class CodeEnv(ToolEnv):
     async def close_episode(self) -> None:
         if self._sandbox is not None:
             sandbox, self._sandbox = self._sandbox, None
+            if self._command is not None and not self._command.done():
+                self._command.cancel()
+                await asyncio.wait({self._command})
             if not any(other is not self.task and other.sandbox == self.task.sandbox for other in self.tasks):
                 await sandbox.close()  # an image of this task's own: kept warm, each would leave one behind
             await self._pool.release(sandbox)
@@ -197,6 +199,8 @@ class CodeEnv(ToolEnv):
         return part + self.stage.instruction
 
     async def _judge(self) -> None:
+        if self._command is not None:
+            await asyncio.wait({self._command})  # it ends at its own deadline
         self.grades.append(await grade(self.task, self.stage, self.sandbox))
 
     def _over(self) -> bool:

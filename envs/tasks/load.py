@@ -6,6 +6,7 @@ its file and field, beside those that could.
 
 import difflib
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from ..sources.order import check_split, in_split
 from . import directory, factory, harbor, swebench
 from .reading import Problem
 from .task import Task
+
+log = logging.getLogger(__name__)
 
 Backend = Literal["bubblewrap", "docker"]
 
@@ -56,6 +59,8 @@ def tasks_of(source: str, split: str = "all", backend: Backend | None = None, **
     """`load_tasks`, kept for the many environments of a process, and of the tasks those of a split."""
     check_split(split)
     loaded = load_tasks(source, backend, **options)
+    for problem in loaded.problems:
+        log.warning("left out: %s", problem)
     return Loaded(tuple(task for task in loaded.tasks if in_split(task.family or task.id, split)), loaded.problems)
 
 

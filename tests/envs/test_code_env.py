@@ -115,6 +115,25 @@ def test_who_runs_out_of_turns_or_time_is_graded(play: Any) -> None:
     play(episode())
 
 
+def test_who_stops_waiting_for_a_command_still_gets_a_grade(play: Any) -> None:
+    async def episode() -> None:
+        env, _ = await begin("greeting")
+        solve = "sed 's/^/hello /' names.txt >greetings.txt; sleep 30"
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await turn(env, "bash", command=solve, timeout=1.5)
+        assert (await env.score()).reward == 1.0
+        await env.start(0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await turn(env, "bash", command="sleep 30")
+        started = asyncio.get_running_loop().time()
+        await env.stop()
+        assert asyncio.get_running_loop().time() - started < 10
+
+    play(episode())
+
+
 def test_what_a_guard_blocks_does_not_happen_and_is_counted(play: Any) -> None:
     async def episode() -> None:
         env, _ = await begin("greeting")
