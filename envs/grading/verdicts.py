@@ -28,7 +28,9 @@ class Evidence:
 
 def judge(verdict: Verdict, evidence: Evidence) -> Grade:
     if evidence.testimony.fouls:
-        return Grade(0.0, {"tampered": 1.0})
+        return Grade(0.0, {"tampered": 1.0, **{f"tampered/{foul}": 1.0 for foul in evidence.testimony.fouls}})
+    if evidence.testimony.unbegun:  # a conftest that cannot be imported, say; with exit status 0 there is no excuse
+        return Grade(0.0, {"tampered": 1.0, "tampered/ended_tests": 1.0} if evidence.exit == 0 else {"unbegun": 1.0})
     match verdict:
         case ExitStatus():
             return _exit_status(evidence)

@@ -155,7 +155,7 @@ async def _testimony(room: Sandbox, witness: Witness) -> Testimony:
     except FileNotFoundError:
         return Testimony()
     except OSError:
-        return Testimony(fouls=("it wrote to the journal",))
+        return Testimony(fouls=("wrote_journal",))
 
 
 async def _rewards(room: Sandbox, folder: str | None) -> dict[str, bytes]:

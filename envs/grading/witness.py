@@ -18,6 +18,7 @@ same process can do all that we can.
 
 import atexit
 import functools
+import io
 import json
 import os
 import sys
@@ -28,6 +29,7 @@ _JOURNAL = os.path.join(_HERE, "journal")
 with open(os.path.join(_HERE, "watched.json"), encoding="utf-8") as _file:
     _WATCHED = json.load(_file)
 _AGENT, _TESTS = frozenset(_WATCHED["agent"]), frozenset(_WATCHED["tests"])
+_LIBRARY = os.path.dirname(os.__file__)
 _PID = os.getpid()
 
 
@@ -72,10 +74,16 @@ def _audit(event, arguments):
     if os.path.abspath(arguments[0]) not in _TESTS:
         return
     frame = sys._getframe().f_back
-    while frame is not None and frame.f_globals.get("__name__") in ("io", "os", "codecs", "pathlib", "shutil", "glob"):
+    while frame is not None and _of_library(frame.f_code.co_filename):
+        if frame.f_globals.get("__name__") == "warnings":  # shows the line that it warns about
+            return
         frame = frame.f_back
     if frame is not None and _of_agent(frame.f_code):
-        note("foul", "it read the tests")
+        note("foul", "read_tests")
+
+
+def _of_library(file):
+    return file.startswith("<frozen") or (file.startswith(_LIBRARY) and "-packages" not in file)
 
 
 def _of_agent(code):
@@ -111,7 +119,7 @@ def _equals_everything(value):
 def same(left, right):
     """`left == right`, and a note when one side equals everything."""
     if _equals_everything(left) or _equals_everything(right):
-        note("foul", "it returned a value that equals everything")
+        note("foul", "equals_everything")
     return left == right
 
 
@@ -131,7 +139,7 @@ def _watch_unittest():
         def make(original):
             def add(self, test, *rest, **named):
                 if outcome == "skipped" and _raised_by_agent(sys.exc_info()[2]):
-                    note("foul", "it skipped a test")
+                    note("foul", "skipped")
                 note("test", str(test), outcome)
                 return original(self, test, *rest, **named)
 
@@ -151,7 +159,7 @@ def _watch_unittest():
         def watched(self, test):
             note("begin", "unittest", test.countTestCases())
             outcome = original(self, test)
-            _unittest_canary(case, result)
+            _unittest_canary(self, case, runner)
             note("finish", "unittest", 0 if outcome.wasSuccessful() else 1)
             return outcome
 
@@ -178,17 +186,19 @@ def _watch_unittest():
     _around(case.TestCase, "_baseAssertEqual", compare)
 
 
-def _unittest_canary(unittest_case, unittest_result):
+def _unittest_canary(test_runner, case, runner):
+    """It takes what counts the results from the runner itself, which may have one of its own."""
     global note
-    canary = type("Canary", (unittest_case.TestCase,), {"runTest": lambda self: self.assertEqual(0, 1)})
+    canary = type("Canary", (case.TestCase,), {"runTest": lambda self: self.assertEqual(0, 1)})
     told, note = note, lambda *entry: None
+    stream, test_runner.stream = test_runner.stream, runner._WritelnDecorator(io.StringIO())
     try:
-        outcome = unittest_result.TestResult()
+        outcome = test_runner._makeResult()
         canary().run(outcome)
     finally:
-        note = told
+        note, test_runner.stream = told, stream
     if len(outcome.failures) != 1:
-        note("foul", "its tests cannot fail")
+        note("foul", "cannot_fail")
 
 
 # pytest: this module is a plugin, by the names of its functions.
@@ -239,7 +249,7 @@ def pytest_runtest_makereport(item, call):
     """Gives no report, so that pytest makes its own; only looks who raised a skip, or asked for the end."""
     kind = "" if call.excinfo is None else call.excinfo.typename
     if kind in ("Skipped", "SkipTest", "XFailed", "Exit") and _raised_by_agent(call.excinfo.tb):
-        note("foul", "it skipped a test")
+        note("foul", "skipped")
 
 
 def pytest_runtest_logreport(report):
@@ -275,4 +285,4 @@ def _pytest_canary(session):
         note("blind", "canary")
         return
     if not any(report.outcome == "failed" for report in reports):
-        note("foul", "its tests cannot fail")
+        note("foul", "cannot_fail")

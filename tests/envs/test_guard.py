@@ -219,9 +219,9 @@ def test_no_command_is_long_to_look_at() -> None:
         "https://",
         "curl ",
     ):
-        began = time.perf_counter()
+        began = time.process_time()
         guard.check(ToolCall("bash", {"command": piece * (100_000 // len(piece))}), TASK)
-        assert time.perf_counter() - began < 2, piece
+        assert time.process_time() - began < 2, piece
 
 
 def test_paths_of_files_tools() -> None:

@@ -105,17 +105,19 @@ def test_the_witness_takes_away_what_the_command_claims() -> None:
     assert judge(ExitStatus(), Evidence(0, testimony=good)).reward == 1.0
     assert judge(ExitStatus(), Evidence(1, testimony=good)).reward == 0.0
     ended = read_journal(b'[7, "start", "runner"]\n')
-    assert ended.fouls == ("it ended the interpreter",)
+    assert ended.fouls == ("ended_interpreter",)
     never = read_journal(b'[7, "start", "runner"]\n[7, "end"]\n')
-    assert never.fouls == ("it ended the test run before it began",)
+    for verdict in (ExitStatus(), RewardFile(), NamedTests(("a.py::t1",))):
+        assert judge(verdict, Evidence(0, PYTEST, never, {"reward.txt": b"1"})).parts["tampered"] == 1.0
+        assert judge(verdict, Evidence(4, PYTEST, never, {"reward.txt": b"1"})).parts == {"unbegun": 1.0}
     assert read_journal(b'[7, "start", ""]\n').fouls == (), "a server that was killed"
     few = journal(("begin", "pytest", 2), ("test", "a.py::t1", "passed"))
-    assert few.fouls == ("it ended the test run before all tests ran",)
+    assert few.fouls == ("ended_tests",)
     assert read_journal(b"junk\n").fouls and read_journal(b'[1, "test", "a", {}]\n').fouls
     for verdict in (ExitStatus(), RewardFile(), NamedTests(("a.py::t1",))):
         evidence = Evidence(0, PYTEST, ended, {"reward.txt": b"1"})
         assert judge(verdict, evidence) == judge(ExitStatus(), Evidence(0, testimony=ended))
-        assert judge(verdict, evidence).parts == {"tampered": 1.0}
+        assert judge(verdict, evidence).parts == {"tampered": 1.0, "tampered/ended_interpreter": 1.0}
     with pytest.raises(InvalidGrade, match="no test has passed"):
         judge(ExitStatus(), Evidence(0, testimony=journal(("test", "a.py::t1", "skipped"))))
     forged = Evidence(0, "PASSED a.py::t1\n", journal(("test", "a.py::t1", "failed"), exit=1))
