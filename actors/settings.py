@@ -79,7 +79,8 @@ class TaskSource(Settings):
     name: str
     """Name of the source in ledgers, task ids and metrics."""
     env: str
-    """A registered environment ("argosy/repair") or an import path ("package.module:Class")."""
+    """A registered environment ("argosy/repair"), an import path ("package.module:Class") or a file beside the recipe
+    ("./mine.py:Class")."""
     kwargs: dict[str, Any] = {}
     """Passed to the environment's constructor."""
     weight: Annotated[float, Field(gt=0)] = 1.0

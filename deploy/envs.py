@@ -30,7 +30,7 @@ Settings = Annotated[list[str] | None, typer.Argument(help="Arguments of its con
 READS_CALLS = "argosy.actors.tool_calls:parse"
 STYLE = {"pass": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 LONGEST = 600  # characters of a message that is shown
-MESSAGES = 8
+MESSAGES = 6
 
 
 @envs_app.command("list")

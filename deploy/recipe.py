@@ -146,6 +146,7 @@ def load(recipe: str, overrides: Sequence[str] = (), runs: Path = Path("runs")) 
         _apply(data, override)
     if (preset := data.pop("preset", None)) is not None:
         data = _over(_preset(preset, path), data)
+    _find_beside(path, data)
     name = data.get("name", path.stem)
     paths = RunPaths((runs / str(name)).resolve())
     for part, key, value in (
@@ -263,6 +264,14 @@ def _default(data: dict[str, Any], part: str, key: str, value: str) -> None:
         place = place.get(name) if isinstance(place, dict) else None
     if isinstance(place, dict):
         place.setdefault(key, value)
+
+
+def _find_beside(path: Path, data: dict[str, Any]) -> None:
+    """An environment's file is looked for from the recipe's folder, wherever the command is given."""
+    for source in (*(data.get("tasks") or ()), *(data.get("evaluation") or ())):
+        env = source.get("env") if isinstance(source, dict) else None
+        if isinstance(env, str) and env.startswith(("./", "../")):
+            source["env"] = str((path.parent / env).resolve())
 
 
 def _check_environment(source: TaskSource) -> None:

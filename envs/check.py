@@ -55,7 +55,7 @@ def check(
         return Report(env, [stuck])
     if (failure := played.get("failure")) is not None:
         return Report(env, [findings.not_loaded(failure)])
-    elsewhere, stuck = _probe({**request, "thorough": False}, "1", say)
+    elsewhere, stuck = _probe({**request, "seeds": played["seeds"], "thorough": False}, "1", say)
     found = findings.of(played, stuck or findings.elsewhere(played, elsewhere))
     return Report(env, list(found), played["tools"], findings.conversation(played["first"]))
 

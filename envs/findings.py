@@ -137,7 +137,7 @@ def _replays(played: Mapping[str, Any]) -> Finding:
 
 
 def _side_by_side(played: Mapping[str, Any]) -> Finding:
-    if where := _difference(played["first"], played["together"]):
+    if where := _difference(played["first"][:: len(played["policies"])], played["together"]):
         fix = "keep an episode's state in self, not in the class, module or a file: an actor plays many at a time"
         return Finding("side by side", "fail", f"{where} when others ran at the same time", fix)
     return Finding("side by side", "pass", f"{len(played['together'])} episodes at a time do not disturb each other")

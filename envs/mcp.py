@@ -208,7 +208,7 @@ def _cause(error: BaseException | None) -> str:
 
 def _text(result: Any) -> str:
     """What a model can read of a result; of the rest, what it is."""
-    parts = [getattr(part, "text", None) or f"[{part.type}]" for part in result.content]
+    parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(parts)

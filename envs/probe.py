@@ -37,6 +37,7 @@ from .sandboxes import close_shared_pools
 from .tool_env import Message, ToolEnv
 
 TURNS = 20  # of an episode at most; what comes later is much like what came before
+LEISURELY = 2.0  # an episode that takes so many seconds is played for two seeds only
 TICK = 0.01  # how often the event loop is to come round
 SETTLING = 2.0  # seconds that killed processes may take to be gone
 STDLIB = str(Path(asyncio.__file__).parent.parent)
@@ -71,7 +72,11 @@ class Probe:
             self.result["failure"] = _failure(self.doing, error)
             return
         at_first = left_open()
+        before = time.monotonic()
         asyncio.run(self._batch(self._play_once))
+        if self.thorough and time.monotonic() - before > LEISURELY:
+            self.seeds = min(self.seeds, 2)
+        self.result["seeds"] = self.seeds
         once = left_open()
         asyncio.run(self._batch(self._play_all if self.thorough else self._play_first))
         if self.thorough:
@@ -133,7 +138,9 @@ class Probe:
                 again += [await self._play(env, seed, policy) for seed in range(self.seeds)]
         self.result |= {"first": first, "again": again, "blocked": self.blocked}  # a replay is many turns at once
         self.result["replayed"] = [await self._replay(episode) for episode in first]
-        self.result["together"] = await asyncio.gather(*(self._replay(episode) for episode in first))
+        self.result["together"] = await asyncio.gather(
+            *(self._replay(episode) for episode in first[:: len(self.policies)])
+        )
 
     async def _alone(self, seed: int, policy: str) -> Episode:
         async with self._own(self._make()) as env:

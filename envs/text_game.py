@@ -16,7 +16,7 @@ _COLOUR = re.compile(r"\x1b\[([0-9;]*)m(.*?)\x1b\[0m", re.DOTALL)
 
 
 class TextGame(ToolEnv):
-    """Subclass it: name the `game`, write a tool for each kind of move that returns `self.move(action)`."""
+    """Subclass it: name the `game`, write a tool for each kind of move that returns `self.play(action)`."""
 
     game: str = ""
     """Id in Gymnasium's registry."""
@@ -42,7 +42,7 @@ class TextGame(ToolEnv):
         observation, _ = self.__game.reset(seed=seed)
         return self.show(observation)
 
-    def move(self, action: Any) -> str:
+    def play(self, action: Any) -> str:
         """One step of the game; what it shows afterwards."""
         assert self.__game is not None, "call begin() in setup()"
         observation, reward, terminated, truncated, _ = self.__game.step(action)
