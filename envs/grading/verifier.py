@@ -104,20 +104,20 @@ async def _verify(task: Task, stage: Stage, room: Sandbox, work: Work) -> Grade:
     if rewards:
         await room.exec(f"mkdir -p {shlex.quote(rewards)}", fresh=True)
     log = f"{witness.folder}/log"
-    command = f"cd {shlex.quote(workdir)} && {{ {witness.watch(grading.command)}\n}} > {log} 2>&1"
+    command = f"cd {shlex.quote(workdir)} && ( {witness.watch(grading.command)}\n) > {log} 2>&1"
     result = await room.exec(command, timeout=grading.seconds, fresh=True)
     if result.reason == "timeout":
         raise InvalidGrade(f"the verifier of {task.id} did not end within {grading.seconds:g} s")
     await room.exec("kill -9 -1", fresh=True)  # nothing may still write while we read
-    return judge(
-        grading.verdict,
-        Evidence(
-            result.exit,
-            (await _text(room, log)).decode(errors="replace"),
-            await _testimony(room, witness),
-            await _rewards(room, rewards),
-        ),
+    evidence = Evidence(
+        result.exit,
+        (await _text(room, log)).decode(errors="replace"),
+        await _testimony(room, witness),
+        await _rewards(room, rewards),
     )
+    if grading.shared:  # the agent may go on with the next stage
+        await _remove(room, [witness.folder, *(path for path in hidden if not path.startswith(workdir + "/"))])
+    return judge(grading.verdict, evidence)
 
 
 @asynccontextmanager

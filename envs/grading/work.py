@@ -10,7 +10,9 @@ Both archives are parsed here, outside, and only plain files, folders and checke
 import configparser
 import fnmatch
 import io
+import json
 import posixpath
+import re
 import tarfile
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -27,13 +29,13 @@ OBEYED = (
     ".pytest.toml",
     "sitecustomize.py",
     "usercustomize.py",
-    "*.pth",
     "*.pyc",
     "*.pyo",
     "__pycache__",
     ".pytest_cache",
     ".coveragerc",
     ".git",
+    ".cargo",
     ".mocharc*",
     "jest.config.*",
     "vitest.config.*",
@@ -41,10 +43,16 @@ OBEYED = (
 )
 """Names, at any depth, that a test runner or an interpreter obeys. A task that wants one carried ships it as hidden."""
 
+_INSTALLED = re.compile(
+    r"(^|/)bin/(python|pytest|py\.test)[^/]*$|-packages/([^/]*\.pth$|(_?pytest|pluggy|coverage|xdist)([./]|$))"
+)
+"""What an environment in the workdir runs tests with."""
+
 SHADOWING = frozenset({"pytest", "_pytest", "pluggy", "unittest", "nose", "coverage", "xdist"})
 """Modules that `python -m` would find in the workdir before the real ones."""
 
-_SECTIONS = {"setup.cfg": "tool:pytest", "tox.ini": "pytest", "pyproject.toml": "pytest"}
+_CONFIGURED = ("setup.cfg", "tox.ini", "pyproject.toml", "package.json")
+_NODE = ("scripts", "jest", "vitest", "mocha", "ava", "type")
 
 
 @dataclass(frozen=True)
@@ -139,8 +147,9 @@ class _Rules:
         if path in self.hidden or any(matches(relative, pattern) for pattern in self.protected):
             return True
         parts = relative.split("/")
-        shadow = any(part.removesuffix(".py") in SHADOWING for part in parts[:2])
-        return shadow or any(fnmatch.fnmatchcase(part, name) for part in parts for name in OBEYED)
+        if _INSTALLED.search(relative) or any(part.removesuffix(".py") in SHADOWING for part in parts[:2]):
+            return True
+        return any(fnmatch.fnmatchcase(part, name) for part in parts for name in OBEYED)
 
     def allow(self, path: str, made: _Tree, links: Mapping[str, str]) -> bool:
         entry = made.entries[path]
@@ -151,7 +160,7 @@ class _Rules:
         if entry.issym():
             return self._harmless(path, links)
         name = posixpath.basename(path)
-        if name in _SECTIONS:
+        if name in _CONFIGURED:
             return _runner_section(name, made.contents[path]) == _runner_section(name, self.given.contents.get(path))
         return True
 
@@ -219,9 +228,11 @@ def _runner_section(name: str, content: bytes | None) -> Any:
     text = (content or b"").decode(errors="replace")
     try:
         if name == "pyproject.toml":
-            return tomllib.loads(text).get("tool", {}).get(_SECTIONS[name])
+            return tomllib.loads(text).get("tool", {}).get("pytest")
+        if name == "package.json":
+            return {key: value for key, value in json.loads(text or "{}").items() if key in _NODE}
         parser = configparser.ConfigParser(strict=False, interpolation=None)
         parser.read_string(text)
         return [(s, parser.items(s)) for s in parser.sections() if s in ("pytest", "tool:pytest")]
-    except (ValueError, configparser.Error):
-        return text or None
+    except (ValueError, AttributeError, RecursionError, configparser.Error):
+        return text
