@@ -28,7 +28,10 @@ from .make_tasks import make
 tasks_app = typer.Typer(no_args_is_help=True, help="Task sources: what is in them, and whether they are sound.")
 tasks_app.command()(make)
 Source = Annotated[
-    str, typer.Argument(help="harbor:PATH, swebench:FILE, directory:PATH, factory:PATH, or an environment's id.")
+    str,
+    typer.Argument(
+        help="harbor:PATH, swebench:FILE, terminal-bench:PATH, directory:PATH, factory:PATH, or an environment."
+    ),
 ]
 Settings = Annotated[list[str] | None, typer.Argument(help="Options of the source, as name=value.")]
 Where = Annotated[str | None, typer.Option("--sandbox", help="bubblewrap or docker.")]

@@ -13,16 +13,16 @@ import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal
 
 from ..sandboxes import Limits, SandboxSpec
-from .reading import Fields, Problem, content, files_under, text
+from .dockerfile import WORKDIR, Dockerfile
+from .reading import Fields, Problem, files_under, text
 from .task import Grading, RewardFile, Solution, Stage, Task
 
 Backend = Literal["bubblewrap", "docker"]
 
-_WORKDIR = "/app"  # where most tasks work, for an image that nobody here can ask
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])i?B?", re.IGNORECASE)
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -157,15 +157,18 @@ def _least(step: Fields) -> float | None:
 
 def _with(variables: Fields, command: str) -> str:
     """The command, with its table of environment variables exported before."""
-    exports = []
-    for name, value in variables.items():
+    return "".join(f"export {k}={shlex.quote(v)}; " for k, v in _variables(variables).items()) + command
+
+
+def _variables(table: Fields) -> dict[str, str]:
+    found = {}
+    for name, _ in table.items():
         if not name.isidentifier():
-            raise variables.problem(name, "is no name of a variable")
-        value = variables.text(name)
-        if re.search(r"\$\{\w+", value):
-            raise variables.problem(name, f"{value} wants a variable of this machine, which sandboxes do not get")
-        exports.append(f"export {name}={shlex.quote(value)}; ")
-    return "".join(exports) + command
+            raise table.problem(name, "is no name of a variable")
+        found[name] = table.text(name)
+        if re.search(r"\$\{\w+", found[name]):
+            raise table.problem(name, f"{found[name]} wants a variable of this machine, which sandboxes do not get")
+    return found
 
 
 def _sandbox(
@@ -178,10 +181,10 @@ def _sandbox(
     if any((folder / f"docker-compose.{ending}").exists() for ending in ("yaml", "yml")):
         raise Problem(folder / "docker-compose.yaml", "", "services beside the sandbox are not supported")
     dockerfile, image = folder / "Dockerfile", environment.text("docker_image", "")
-    built = _Dockerfile(dockerfile) if dockerfile.exists() else None
+    built = Dockerfile(dockerfile) if dockerfile.exists() else None
     if built is None and not image and backend == "docker":
         raise environment.problem("docker_image", f"is missing, and so is {dockerfile}")
-    variables = {name: environment.table("env").text(name) for name, _ in environment.table("env").items()}
+    variables = _variables(environment.table("env"))
     files: dict[str, bytes] = {}
     if backend == "bubblewrap" and built is not None:
         variables = built.variables | variables
@@ -197,7 +200,7 @@ def _sandbox(
     spec = SandboxSpec(
         backend=backend,
         image=(image or str(folder)) if backend == "docker" else None,
-        workdir=environment.text("workdir", built.workdir if built is not None else _WORKDIR),
+        workdir=environment.text("workdir", built.workdir if built is not None else WORKDIR),
         limits=limits,
         network=_network(environment, network),
         environment=tuple(sorted(variables.items())),
@@ -226,62 +229,3 @@ def _bytes(environment: Fields, name: str, default: int) -> int:
             raise environment.problem(name, f'{environment.any(name)!r} must be a size such as "2G"')
         return int(float(size[1]) * _UNITS[size[2].upper()])
     return int(environment.number(f"{name}_mb", default, least=1) * 2**20)
-
-
-class _Dockerfile:
-    """As much of a Dockerfile as can be followed without building it."""
-
-    def __init__(self, path: Path):
-        self.path, self.workdir = path, "/"
-        self.variables: dict[str, str] = {}
-        self._copies: list[tuple[int, list[str], PurePosixPath, bool]] = []
-        self._beyond: tuple[int, str] | None = None
-        for number, line in enumerate(text(path).replace("\\\n", " ").splitlines(), 1):
-            word, _, rest = line.strip().partition(" ")
-            if word and not word.startswith("#"):
-                self._follow(number, word.upper(), rest.strip())
-        if self.workdir == "/":
-            self.workdir = _WORKDIR
-
-    def _follow(self, number: int, word: str, rest: str) -> None:
-        try:
-            words = shlex.split(rest)
-        except ValueError:  # only what we would not follow anyway has quotes that a shell does not close
-            words = []
-        match word:
-            case "FROM":
-                self.workdir, self.variables, self._copies = "/", {}, []
-            case "WORKDIR" if words:
-                self.workdir = str(PurePosixPath(self.workdir) / words[0])
-            case "ENV" if words and all("=" in pair for pair in words):
-                self.variables |= dict(pair.split("=", 1) for pair in words)
-            case "COPY" if len(words) > 1 and not rest.startswith(("-", "[")):
-                into = len(words) > 2 or words[-1].endswith("/") or words[-1] == "."
-                self._copies.append((number, words[:-1], PurePosixPath(self.workdir) / words[-1], into))
-            case "CMD" | "LABEL" | "EXPOSE" | "MAINTAINER":
-                pass
-            case _:
-                self._beyond = self._beyond or (number, f"{word} {rest}")
-
-    def files(self) -> dict[str, bytes]:
-        """What its COPY lines bring, by absolute path."""
-        if self._beyond is not None:
-            number, line = self._beyond
-            raise Problem(f"{self.path}:{number}", "", f"{line:.40} needs an image to be built: use Docker")
-        found: dict[str, bytes] = {}
-        for number, sources, target, into in self._copies:
-            for source in sources:
-                found |= self._copied(number, source, target, into)
-        return found
-
-    def _copied(self, number: int, source: str, target: PurePosixPath, into: bool) -> dict[str, bytes]:
-        origin = self.path.parent / source
-        if origin.is_dir():
-            return {
-                name: data
-                for name, data in files_under(origin, f"{target}/").items()
-                if not name.endswith("/Dockerfile")
-            }
-        if not origin.is_file():
-            raise Problem(f"{self.path}:{number}", "", f"copies {source}, which is not there")
-        return {str(target / origin.name if into else target): content(origin)}

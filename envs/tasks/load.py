@@ -1,4 +1,4 @@
-"""Task sources by name: "harbor:PATH", "swebench:FILE", "directory:PATH", "factory:PATH".
+"""Task sources by name, such as "harbor:PATH" or "swebench:FILE"; `SOURCES` has them all.
 
 Invariant: the same source gives the same tasks in the same order. Tasks that could not be loaded are told, each with
 its file and field, beside those that could.
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ..sandboxes import SandboxSpec
 from ..sources.order import check_split, in_split
-from . import directory, factory, harbor, swebench
+from . import directory, factory, harbor, swebench, terminal_bench
 from .reading import Problem
 from .task import Task
 
@@ -33,7 +33,8 @@ def load_tasks(source: str, backend: Backend | None = None, **options: Any) -> L
     """Read all tasks of a source; ValueError for a source or an option that does not exist.
 
     `backend` is where they run, None: as the format usually does. Further options: `image` for directory and factory
-    tasks in Docker; `repository`, a local clone, for SWE-bench rows; `network` for Harbor tasks that say nothing of it.
+    tasks in Docker; `repository`, a local clone, for SWE-bench rows; `network` for those tasks of Harbor and
+    Terminal-Bench that say nothing of it.
     """
     scheme, _, rest = source.partition(":")
     if scheme not in SOURCES or not rest:
@@ -85,6 +86,10 @@ def _harbor(path: str, backend: Backend | None, network: bool = False) -> Iterat
     return harbor.load(_folder(path), backend or "docker", network)
 
 
+def _terminal_bench(path: str, backend: Backend | None, network: bool = False) -> Iterator[Task | Problem]:
+    return terminal_bench.load(_folder(path), backend or "docker", network)
+
+
 def _swebench(path: str, backend: Backend | None, repository: str | None = None) -> Iterator[Task | Problem]:
     if not Path(path).is_file():
         raise ValueError(f"no file {path!r} to load rows from")
@@ -100,4 +105,5 @@ SOURCES: dict[str, Callable[..., Iterator[Task | Problem]]] = {
     "factory": _factory,
     "harbor": _harbor,
     "swebench": _swebench,
+    "terminal-bench": _terminal_bench,
 }

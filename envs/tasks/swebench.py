@@ -25,21 +25,8 @@ Names = tuple[tuple[str, ...], tuple[str, ...]]
 
 SECONDS = 1800.0  # large suites, on busy machines
 _LIMITS = Limits(memory=4 * 2**30, processes=512, file_size=2**30, disk=8 * 2**30)
-_SWE_BENCH = frozenset(
-    {
-        "astropy/astropy",
-        "django/django",
-        "matplotlib/matplotlib",
-        "mwaskom/seaborn",
-        "pallets/flask",
-        "psf/requests",
-        "pydata/xarray",
-        "pylint-dev/pylint",
-        "pytest-dev/pytest",
-        "scikit-learn/scikit-learn",
-        "sphinx-doc/sphinx",
-        "sympy/sympy",
-    }
+_SWE_BENCH = re.compile(
+    "(astropy|django|matplotlib|mwaskom|pallets|psf|pydata|pylint-dev|pytest-dev|scikit-learn|sphinx-doc|sympy)/"
 )
 _CONDA = "[ ! -f /opt/miniconda3/bin/activate ] || . /opt/miniconda3/bin/activate testbed"
 _DJANGO = "./tests/runtests.py --verbosity 2 --settings=test_sqlite --parallel 1"
@@ -187,7 +174,7 @@ def _is_v2(row: Fields) -> bool:
 def _image(row: Fields, id: str, repo: str) -> str:
     if named := row.has("docker_image", "image_name"):
         return row.text(named)
-    owner, separator = ("swebench", "_1776_") if repo in _SWE_BENCH else ("xingyaoww", "_s_")
+    owner, separator = ("swebench", "_1776_") if _SWE_BENCH.match(repo) else ("xingyaoww", "_s_")
     return f"{owner}/sweb.eval.x86_64.{id.replace('__', separator)}:latest".lower()
 
 
