@@ -139,6 +139,10 @@ class BubblewrapSandbox(Sandbox):
         self._last_words()
         self._stderr.close()
         self._let_go()
+        for _ in range(20):
+            if self._group is None or self._group.remove():
+                break
+            await asyncio.sleep(0.01)
 
     def kill(self) -> None:
         self._alive = False

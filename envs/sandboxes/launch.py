@@ -35,7 +35,10 @@ _PROXY_PORT = 3128
 _REQUIRED = ("--as-pid-1", "--disable-userns", "--size", "--perms", "--remount-ro")
 _SYSTEM_FOLDERS = ("/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin")
 _PROTECTED = ("/.sandbox", "/dev", "/etc", "/proc", "/sys", "/usr", *_SYSTEM_FOLDERS)
-_SYSTEM_FILES = ("alternatives", "ca-certificates", "ld.so.cache", "localtime", "pki", "ssl/certs", "ssl/openssl.cnf")
+_SYSTEM_FILES = """
+alternatives ca-certificates java-*-openjdk ld.so.cache localtime mime.types os-release pki protocols services
+ssl/certs ssl/openssl.cnf
+""".split()
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LD_LIBRARY_PATH": f"{_PYTHON_INSIDE}/lib",  # a Python that is not the system's may have its library there
@@ -134,8 +137,8 @@ def _mounts(disk: int, fds: contextlib.ExitStack) -> tuple[list[str], list[int]]
         if folder.exists():
             mounts += ["--ro-bind", str(folder), str(folder)]  # not a link, which could be replaced
     mounts += ["--size", str(2**20), "--tmpfs", "/etc", "--size", str(16 * 2**20), "--tmpfs", _INSIDE]
-    for name in _SYSTEM_FILES:
-        mounts += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    for path in (path for name in _SYSTEM_FILES for path in Path("/etc").glob(name)):
+        mounts += ["--ro-bind-try", str(path), str(path)]
     user, group = (_NOBODY, _NOBODY) if os.geteuid() == 0 else (os.geteuid(), os.getegid())
     for name, text in _ETC.items():
         mounts += file(_memory(text.format(user=user, group=group).encode(), fds), f"/etc/{name}")

@@ -18,13 +18,13 @@ class Limits:
     """Bytes of the largest file."""
 
     disk: int = 256 * 2**20
-    """Bytes of what may be written: the workspace (in memory), and /tmp and /dev/shm each."""
+    """Bytes of what may be written, all places together, and as much again in /dev/shm (bubblewrap: in memory)."""
 
     output: int = 64 * 2**10
     """Bytes kept of a command's output, half from its start and half from its end; and of `run_python`'s results."""
 
     cpus: float | None = None
-    """Processors' worth of time; None: as the machine gives."""
+    """Processors' worth of time; None: as the machine gives. Only a hint where no control group can be made."""
 
 
 DEFAULT_LIMITS = Limits()
@@ -40,12 +40,12 @@ class SandboxSpec:
     """Docker: a tag ("python:3.12"), the path of an image's tar, or of a folder with a Dockerfile."""
 
     workdir: str = "/workspace"
-    """Where commands start and relative paths count from."""
+    """Where commands start and relative paths count from; it is made if it is not there."""
 
     limits: Limits = DEFAULT_LIMITS
 
     network: tuple[str, ...] = ()
-    """Hosts that may be reached, such as "pypi.org"; ("*",) is any, and none is the default."""
+    """Hosts that may be reached over http and https, such as "pypi.org"; ("*",) is any, and none is the default."""
 
     environment: tuple[tuple[str, str], ...] = ()
     """Variables of every command, besides PATH, HOME and LANG."""

@@ -70,13 +70,13 @@ def test_what_a_killed_owner_left_in_control_groups_goes_with_the_next(processes
     mark = f"{300 + uuid.uuid4().int % 10**9 / 1e9:.9f}"
     process = owner([], mark)
     next(line for line in process.stdout if line == "ready\n")
-    assert groups(process.pid)
+    before = groups(process.pid)
     process.kill()
     process.wait(10)
     eventually(lambda: not processes_with(mark))
     second = owner([])
     assert second.wait(60) == 0
-    assert groups(process.pid) == [] and groups(second.pid) == []
+    assert before and groups(process.pid) == [] and groups(second.pid) == []
 
 
 def readable_by_nobody(path: str) -> bool:
