@@ -43,12 +43,14 @@ class Group:
                     return int(dict(line.split() for line in file.read_text().splitlines()).get("oom_kill", 0))
         return 0
 
-    def remove(self) -> None:
-        """Now, or once the kernel has let go of the last process."""
+    def remove(self) -> bool:
+        """Whether it is gone; if not, the kernel holds its last processes, and it goes with a later one."""
         _dead.add(self)
         for group in list(_dead):
-            if all(map(_removed, group.folders)):
+            left = [folder for folder in group.folders if not _removed(folder)]
+            if not left:
                 _dead.discard(group)
+        return self not in _dead
 
 
 def create(limits: Limits) -> Group | None:
@@ -99,11 +101,22 @@ def _limit(controller: str, folder: Path, limits: Limits) -> None:
 def _parents() -> dict[str, Path]:
     """The folder for new groups, by controller; groups whose owner is gone are removed from them."""
     found = _unified() or _by_controller()
-    for parent in set(found.values()):
-        for folder in parent.glob(f"{_PREFIX}*"):
-            if Owner.parse(folder.name.removeprefix(_PREFIX).rpartition("-")[0]).gone:
-                _removed(folder)
+    _reap(found)
     return found
+
+
+def reap() -> list[str]:
+    """Remove the groups whose owner is gone: their folders."""
+    return _reap(_unified() or _by_controller())
+
+
+def _reap(parents: dict[str, Path]) -> list[str]:
+    abandoned = []
+    for parent in set(parents.values()):
+        for folder in parent.glob(f"{_PREFIX}*.*-*"):
+            if Owner.parse(folder.name.removeprefix(_PREFIX).rpartition("-")[0]).gone and _removed(folder):
+                abandoned.append(str(folder))
+    return abandoned
 
 
 def _unified() -> dict[str, Path]:

@@ -35,10 +35,20 @@ _PROXY_PORT = 3128
 _REQUIRED = ("--as-pid-1", "--disable-userns", "--size", "--perms", "--remount-ro")
 _SYSTEM_FOLDERS = ("/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin")
 _PROTECTED = ("/.sandbox", "/dev", "/etc", "/proc", "/sys", "/usr", *_SYSTEM_FOLDERS)
-_SYSTEM_FILES = """
-alternatives ca-certificates java-*-openjdk ld.so.cache localtime mime.types os-release pki protocols services
-ssl/certs ssl/openssl.cnf
-""".split()
+_SYSTEM_FILES = (
+    "alternatives",
+    "ca-certificates",
+    "java-*-openjdk",
+    "ld.so.cache",
+    "localtime",
+    "mime.types",
+    "os-release",
+    "pki",
+    "protocols",
+    "services",
+    "ssl/certs",
+    "ssl/openssl.cnf",
+)
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LD_LIBRARY_PATH": f"{_PYTHON_INSIDE}/lib",  # a Python that is not the system's may have its library there
