@@ -117,7 +117,7 @@ async def make(
                 tell(f"{len(found)} of {wanted} bugs after {made.fates.total()} mutations")
             return found[:wanted]
 
-        made.bugs = await search(_secret(package, single), count * bugs)
+        made.bugs = await search(_secret(package, single), count if bugs == 1 else (count + SPARE) * bugs)
         if bugs > 1:
             made.bugs = await search(_together(package, made.bugs, bugs), count)
     made.seconds = time.monotonic() - began

@@ -25,7 +25,7 @@ Break = tuple[tuple[str, Mutation], ...]
 """One or several mutations, each with its file."""
 
 BATCH = 12  # variants per command: they share one start of pytest
-EACH = 3.0  # processor seconds of one test
+EACH = 2.0  # processor seconds of one test
 QUICK = 0.3  # processor seconds: a test that takes longer judges nothing
 FILE_SECONDS = 10.0  # nor do the tests of a file that takes longer
 MOST = 0.5  # of all tests may fail; beyond, the package is broken and not the function

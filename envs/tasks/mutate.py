@@ -93,11 +93,11 @@ def mutations(source: str) -> list[Mutation]:
 
 def apply(source: str, edits: Iterable[Edit]) -> str:
     """The edited source; ValueError when two edits meet."""
-    for edit in sorted(edits, key=lambda edit: -edit.start):
-        if edit.end > len(source) or edit.start > edit.end:
+    after = len(source)
+    for edit in sorted(edits, key=lambda edit: edit.start, reverse=True):
+        if not 0 <= edit.start <= edit.end <= after:
             raise ValueError("edits overlap, or lie outside the source")
-        source, rest = source[: edit.end], source[edit.end :]
-        source = source[: edit.start] + edit.text + rest
+        source, after = source[: edit.start] + edit.text + source[edit.end :], edit.start
     return source
 
 
