@@ -7,10 +7,10 @@ lines are, in one place; lines that its own version in the sandbox has are no se
 
 import io
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ..sandboxes import Sandbox
-from .task import Stage, Task
+from .task import Solution, Stage, Task
 
 TELLING = 16  # characters: shorter lines (`return x`, `else:`) are found everywhere
 SHARE = 0.8
@@ -36,14 +36,15 @@ async def leaks(task: Task, sandbox: Sandbox) -> list[str]:
 
 
 def _secrets(stage: Stage) -> Iterator[tuple[str, str, frozenset[str]]]:
-    solution = stage.solution.files if stage.solution is not None else {}
-    for kind, files in (("solution", solution), ("hidden text", stage.grading.files)):
+    solution = stage.solution or Solution()
+    adds = "-" if " -R" in solution.command else "+"  # a patch that is to be undone removes what it is about
+    for kind, files in (("solution", solution.files), ("hidden text", stage.grading.files)):
         for path, data in files.items():
-            added = path.endswith((".patch", ".diff"))
             lines = data.decode(errors="replace").splitlines()
-            yield kind, path, _telling(line[1:] for line in lines if line.startswith("+")) if added else _telling(lines)
-    if stage.solution is not None and stage.solution.command:
-        yield "solution", "its command", _telling(stage.solution.command.splitlines())
+            if path.endswith((".patch", ".diff")):
+                lines = [line[1:] for line in lines if line.startswith(adds if kind == "solution" else "+")]
+            yield kind, path, _telling(lines)
+    yield "solution", "its command", _telling(solution.command.splitlines())
 
 
 async def _visible(task: Task, sandbox: Sandbox) -> dict[str, frozenset[str]]:
@@ -65,5 +66,5 @@ async def _visible(task: Task, sandbox: Sandbox) -> dict[str, frozenset[str]]:
     return seen
 
 
-def _telling(lines: "Iterator[str] | list[str]") -> frozenset[str]:
+def _telling(lines: Iterable[str]) -> frozenset[str]:
     return frozenset(stripped for line in lines if len(stripped := line.strip()) >= TELLING)
