@@ -70,7 +70,7 @@ def read_journal(content: bytes) -> Testimony:
     sessions: dict[int, list[Session]] = {}
     tests: list[tuple[str, Outcome]] = []
     fouls: list[str] = []
-    reported: dict[int, set[str]] = {}
+    reported: dict[int, list[str]] = {}
     for line in content.splitlines():
         try:
             pid, what, *rest = json.loads(line)
@@ -85,7 +85,7 @@ def read_journal(content: bytes) -> Testimony:
                     _current(sessions, pid).exit = int(rest[1])
                 case "test":
                     tests.append((str(rest[0]), OUTCOMES[OUTCOMES.index(rest[1])]))
-                    reported.setdefault(pid, set()).add(str(rest[0]))
+                    reported.setdefault(pid, []).append(str(rest[0]))  # twice, where it is run twice
                 case "foul":
                     fouls.append(str(rest[0]))
         except (ValueError, TypeError, IndexError, KeyError, RecursionError):
@@ -108,13 +108,13 @@ def _unfinished(
     started: Mapping[int, str],
     ended: set[int],
     sessions: Mapping[int, list[Session]],
-    reported: Mapping[int, set[str]],
+    reported: Mapping[int, list[str]],
 ) -> Iterable[str]:
     for pid, judge in started.items():
         if judge and pid not in ended:
             yield "ended_interpreter"
     for pid, of_process in sessions.items():
-        seen = reported.get(pid, set())
+        seen = reported.get(pid, [])
         whole = any(test.startswith(("setUpClass", "setUpModule")) for test in seen)  # stands for many
         if (any(session.exit is None for session in of_process) and pid in ended) or (
             any(s.exit == 0 for s in of_process) and not whole and len(seen) < sum(s.expected for s in of_process)

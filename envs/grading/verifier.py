@@ -103,6 +103,8 @@ async def _verify(task: Task, stage: Stage, room: Sandbox, work: Work) -> Grade:
     await place(hidden | witness.files(agent, [path for path in hidden if path.endswith(".py")]), room)
     if rewards:
         await room.exec(f"mkdir -p {shlex.quote(rewards)}", fresh=True)
+    if grading.shared and await _linked(room, [*hidden, *([rewards] if rewards else [])], witness.folder):
+        return Grade(0.0, {"tampered": 1.0, "tampered/linked": 1.0})
     log = f"{witness.folder}/log"
     command = f"cd {shlex.quote(workdir)} && ( {witness.watch(grading.command)}\n) > {log} 2>&1"
     result = await room.exec(command, timeout=grading.seconds, fresh=True)
@@ -140,6 +142,13 @@ async def _remove(room: Sandbox, paths: Iterable[str]) -> None:
             await room.exec("rm -rf -- " + " ".join(few), fresh=True)
             few = []
         few.append(path)
+
+
+async def _linked(room: Sandbox, secrets: Iterable[str], folder: str) -> bool:
+    """The agent left a link that ends at what only the judge has; into a clean room such a link is never carried."""
+    await room.exec(f"find . -xdev -type l -exec readlink -f {{}} ';' > {folder}/links 2> /dev/null", fresh=True)
+    ends = (await _text(room, f"{folder}/links")).decode(errors="replace").splitlines()
+    return any(end == secret or end.startswith(secret + "/") for end in ends for secret in secrets)
 
 
 async def _text(room: Sandbox, path: str) -> bytes:
