@@ -4,11 +4,15 @@ import asyncio
 import json
 import random
 import re
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 
 import pytest
 from argosy.envs import Message, ToolCall, close_shared_pools, make_env
+from argosy.envs import repair_functions as library
 from argosy.envs.repair import EXAMPLES, HIDDEN, OPERATORS, Expert, Formula, Repair
+from argosy.envs.repair_library import RepairLibrary, names, source, variants
 from gymnasium.utils.env_checker import check_env
 
 Policy = Callable[[Repair, Sequence[Message]], ToolCall]
@@ -154,7 +158,97 @@ def test_the_expert_is_clumsy_but_sometimes_right() -> None:
     assert 0.15 < clumsy < 0.55 < skilled
 
 
-@pytest.mark.parametrize("level", [1, 2, 3])
+# Level 4: ordinary functions with ordinary bugs.
+
+
+def restored(env: Repair, messages: Sequence[Message]) -> ToolCall:
+    """Writes every line as it should be, then hands in."""
+    assert isinstance(env, RepairLibrary)
+    for exercise in env.exercises:
+        lines = env.files[exercise.file].splitlines()
+        start = lines.index(f"def {exercise.name}({source(exercise.name).partition('(')[2].splitlines()[0]}")
+        for offset, right in enumerate(exercise.source.splitlines()):
+            if lines[start + offset] != right:
+                change = {"file": exercise.file, "line": start + offset + 1, "text": right.strip()}
+                return ToolCall("edit", change)
+    return ToolCall("submit", {})
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_one_line_is_wrong_and_its_repair_earns_all(seed: int) -> None:
+    reward, _, messages = play(restored, seed, level=4)
+    assert reward == 1.0
+    assert [message.get("name") for message in messages[2:]] == ["edit", "submit"]
+    tested, _, messages = play(lambda env, seen: ToolCall(("run_tests", "submit")[len(seen) > 2], {}), seed, level=4)
+    assert tested == 0.0
+    assert re.match(r"\w+\(.*\) is .*, want ", messages[2]["content"])
+
+
+@pytest.mark.parametrize("name", library.CASES)
+def test_the_cases_of_a_function_run_every_line_of_it(name: str) -> None:
+    function, cases, ran = getattr(library, name), library.CASES[name], set()
+    code = function.__code__
+
+    def trace(frame: FrameType, event: str, _: object) -> object:
+        if frame.f_code is code:
+            ran.add(frame.f_lineno)
+        return trace if frame.f_code is code else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)  # type: ignore[arg-type]
+    try:
+        for case in json.loads(json.dumps(cases)):
+            function(*case)
+    finally:
+        sys.settrace(before)
+    assert {line for _, _, line in code.co_lines() if line} <= ran
+    assert len(cases) >= 5 and json.loads(json.dumps(cases)) == cases
+
+
+def test_held_out_functions_are_in_no_file_of_training() -> None:
+    assert not set(names("train")) & set(names("held_out"))
+    assert len(names("train")) == 24 and len(names("held_out")) == 6
+    assert all(len(variants(name)) >= 8 for name in library.CASES)
+
+    async def seen(split: str) -> set[str]:
+        found = set()
+        for seed in range(40):
+            env = make_env("argosy/repair", level=4, split=split)
+            assert isinstance(env, RepairLibrary)
+            await env.start(seed)
+            found |= set(re.findall(r"^def (\w+)", "\n".join(env.files.values()), re.M))
+            await env.stop()
+        await close_shared_pools()
+        return found
+
+    assert asyncio.run(seen("train")) == set(names("train"))
+    assert asyncio.run(seen("held_out")) == set(names("held_out"))
+
+
+def test_its_expert_repairs_some() -> None:
+    async def success(skill: float) -> float:
+        total = 0.0
+        for seed in range(16):
+            env = make_env("argosy/repair", level=4)
+            messages = await env.start(seed)
+            expert = env.expert(random.Random(seed))
+            expert.skill = skill
+            done = False
+            while not done:
+                call = json.loads(expert(messages).splitlines()[1])
+                step = await env.act([ToolCall(call["name"], call["arguments"])], "")
+                messages += step.messages
+                done = step.done
+            total += (await env.score()).reward
+            await env.stop()
+        await close_shared_pools()
+        return total / 16
+
+    clumsy, skilled = asyncio.run(success(0.2)), asyncio.run(success(1.0))
+    assert 0.1 < clumsy < 0.6 < skilled
+
+
+@pytest.mark.parametrize("level", [1, 2, 3, 4])
 def test_it_is_a_gymnasium_environment(level: int) -> None:
     env = make_env("argosy/repair", level=level)
     check_env(env, skip_render_check=True)
