@@ -4,6 +4,7 @@ from .archive import Archived, read_archive, write_archive
 from .codec import pack, unpack
 from .errors import BufferError, CodecError, InvalidTrajectory, RedisUnavailable, Unreadable
 from .ledger import Balance, Event, Ledger, Story
+from .lineage import Lineage
 from .replay import Lease, ReplayBuffer
 from .selection import Candidate
 from .settings import BufferSettings
@@ -22,6 +23,7 @@ __all__ = [
     "InvalidTrajectory",
     "Lease",
     "Ledger",
+    "Lineage",
     "RedisUnavailable",
     "ReplayBuffer",
     "Story",

@@ -5,7 +5,7 @@ Invariants, kept by life_cycle/*.lua (one atomic, idempotent step per transition
 1. An attempt is in exactly one state, and created = trained + dropped + live at any moment.
 2. Only the holder of an attempt's lease token can write to it: a worker that lost its lease is answered "gone".
 3. `claim` never returns what is older than eta policy versions; new work begins only while fewer than
-   (eta + 1) * batch_size groups are in flight.
+   (eta + 1) * batch_size groups are in flight. Versions count along the learner's lineage (lineage.py).
 4. The manifest of a learner step is made once and repeated to every rank and retry. It dies with `commit`, when a
    durable checkpoint holds its gradient; until then `rewind` can put it back. So each attempt is trained at most once
    (max_uses times, where that is set).
@@ -37,6 +37,7 @@ from .codec import check, pack, unpack
 from .connection import Connection
 from .errors import CodecError, LearnerReplaced, RedisRefused, RunTaken, StepCommitted, Unreadable, UnsafeRedis
 from .ledger import Ledger, Story, outcome, to_ledger, to_story
+from .lineage import Lineage
 from .memory import Memory
 from .selection import Candidate, load_weight, sample
 from .settings import BufferSettings
@@ -63,6 +64,8 @@ UNCOUNTED_SECONDS = 3600  # a payload whose worker died between sending it and h
 PARTIAL_SECONDS = 24 * 3600
 NOTHING_SAMPLED = 1 << 40
 PRESSED = 0.9  # of maxmemory: time to free what can be freed
+
+NO_REPEATS = Lineage()
 
 SetCommand = tuple[str, bytes, tuple[Any, ...]]  # a name, its new value, and options of Redis' SET
 
@@ -321,24 +324,35 @@ class ReplayBuffer:
         log.error("step %d is claimed anew without %s", step, dict(unreadable))
         self._learn("withdraw", step, json.dumps(list(unreadable)))
 
-    def publish(self, version: int, trained_step: int) -> None:
-        """`version` is the current policy now: steps up to `trained_step` make room, what became too old is dropped."""
-        self._learn("publish", version, trained_step)
+    def publish(self, version: int, trained_step: int, lineage: Lineage = NO_REPEATS) -> None:
+        """`version` is the current policy now: steps up to `trained_step` make room, what became too old is dropped.
+
+        `lineage` says what it repeats, if the learner started again.
+        """
+        self._learn("publish", version, trained_step, json.dumps(lineage.repeats))
 
     def commit(self, step: int) -> None:
         """A durable checkpoint holds every step up to `step`: their attempts are trained, their payloads go."""
         while self._learn("commit", step):
             pass
 
-    def rewind(self, step: int, recently_trained: Mapping[int, list[str]]) -> int:
+    def rewind(
+        self,
+        step: int,
+        recently_trained: Mapping[int, list[str]],
+        version: int = 0,
+        lineage: Lineage = NO_REPEATS,
+    ) -> int:
         """A learner starts from the checkpoint of `step` (0: none): what was claimed later is ready again.
 
-        `recently_trained` are the manifests of the checkpoint's last two intervals, which Redis may have forgotten.
-        Publish the checkpoint's weights under a `next_version` afterwards. A learner that was started before, and still
-        lives, gets LearnerReplaced from now on.
+        `recently_trained` are the manifests of the checkpoint's last two intervals, which Redis may have forgotten;
+        `version` and `lineage` its own. Publish its weights under a `next_version` afterwards, which repeats `version`.
+        A learner that was started before, and still lives, gets LearnerReplaced from now on.
         """
         self._drop_torn_transaction()
-        self._run("believe", json.dumps(recently_trained))
+        newest = self.version()  # and what came after `version` is lost
+        lineage = lineage.repeat(newest, version) if newest > version else lineage
+        self._run("believe", json.dumps(recently_trained), json.dumps(lineage.repeats))
         self.commit(step)
         back, self._learner = self._run("rewind", step)
         return back
@@ -348,7 +362,11 @@ class ReplayBuffer:
         self._run("leave")
 
     def reconcile(
-        self, manifests: Mapping[int, list[str]], recently_trained: Mapping[int, list[str]], version: int
+        self,
+        manifests: Mapping[int, list[str]],
+        recently_trained: Mapping[int, list[str]],
+        version: int,
+        lineage: Lineage = NO_REPEATS,
     ) -> None:
         """Redis was restarted under a living learner: tell it what it may have forgotten.
 
@@ -357,7 +375,7 @@ class ReplayBuffer:
         """
         self._drop_torn_transaction()
         committed = max(recently_trained, default=0)
-        self._learn("believe", json.dumps(recently_trained))
+        self._learn("believe", json.dumps(recently_trained), json.dumps(lineage.repeats))
         self._learn("reconcile", committed, json.dumps(manifests), version)
         self.commit(committed)
 
@@ -432,7 +450,8 @@ class ReplayBuffer:
         (see `staleness_trained`: versions and seconds in flight and in the queue), failures, memory."""
         stats = json.loads(self._run("stats"))
         memory: Any = self._connection.call("stats", lambda r: r.info("memory"))
-        staleness = Counter(max(0, stats["version"] - v) for v in stats.pop("complete_versions"))
+        lineage = Lineage.of(stats.pop("lineage"))
+        staleness = Counter(lineage.age(v, stats["version"]) for v in stats.pop("complete_versions"))
         return stats | {
             "staleness_trained": _distribution(list(stats["staleness"])),
             "staleness": dict(sorted(staleness.items())),

@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -110,11 +110,13 @@ def engine_error(batch: Batch, before: np.ndarray, version: int) -> float | None
     return float(largest) if count else None
 
 
-def staleness(batch: Batch, version: int) -> dict[str, Any]:
-    """Age in versions of the episodes' oldest sampled tokens and of all sampled tokens: moments, and counts by age."""
+def staleness(batch: Batch, age: Callable[[int], int]) -> dict[str, Any]:
+    """Ages, by the version that sampled, of the episodes' oldest tokens and of all sampled tokens: moments, and counts
+    by age."""
     oldest = [trajectory.oldest_version for trajectory in batch.trajectories]
-    ages = np.array([version - age for age in oldest if age is not None], np.int64)
-    by_token = version - batch.versions.astype(np.int64)
+    ages = np.array([age(version) for version in oldest if version is not None], np.int64)
+    versions, where = np.unique(batch.versions, return_inverse=True)
+    by_token = np.array([age(version) for version in versions.tolist()], np.int64)[where]
     largest = int(ranks.highest(np.array([max(ages.max(initial=0), by_token.max(initial=0))], np.float64))[0])
     return {
         "staleness_mean": ranks.moments(ages.astype(np.float64))[0],

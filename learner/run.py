@@ -20,7 +20,16 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from ..buffer import BufferError, BufferSettings, ReplayBuffer, Trajectory, Unreadable, WeightLedger, write_archive
+from ..buffer import (
+    BufferError,
+    BufferSettings,
+    Lineage,
+    ReplayBuffer,
+    Trajectory,
+    Unreadable,
+    WeightLedger,
+    write_archive,
+)
 from . import checkpoint, metrics, ranks
 from .model import Critic, Policy
 from .optimization import Trainee, Update
@@ -68,6 +77,8 @@ class Progress:
     """Those of them whose gradient is in a durable checkpoint."""
     version: int = 0
     """The newest weights that were published."""
+    lineage: Lineage = field(default_factory=Lineage)
+    """Which versions repeat an older one's weights, as far as it matters for what is claimed."""
     manifests: dict[int, list[str]] = field(default_factory=dict)
     """The attempts of each batch claimed since the checkpoint before last."""
     rewards: list[float] = field(default_factory=list)
@@ -81,7 +92,8 @@ class Progress:
 
     @classmethod
     def restore(cls, saved: dict[str, Any]) -> "Progress":
-        return cls(**{**saved, "manifests": {int(step): ids for step, ids in saved["manifests"].items()}})
+        manifests = {int(step): ids for step, ids in saved["manifests"].items()}
+        return cls(**{**saved, "manifests": manifests, "lineage": Lineage.of(saved["lineage"]["repeats"])})
 
     def ids(self, committed: bool) -> dict[int, list[str]]:
         """The remembered batches that are (not) in a durable checkpoint."""
@@ -96,7 +108,12 @@ class Claim:
     trajectories: Sequence[Trajectory]
     version: int
     """The newest weights when it was taken."""
+    lineage: Lineage
     wait_seconds: float
+
+    def age(self, sampled: int) -> int:
+        """How many versions the newest weights are ahead of those that sampled a token."""
+        return self.lineage.age(sampled, self.version)
 
 
 class Run:
@@ -148,7 +165,8 @@ class Run:
             trajectories, reasons = self._read(ranks.shard(ids))
             unreadable = dict(ranks.gather(reasons))
             if not unreadable:
-                return Claim(step, trajectories, self.progress.version, time.monotonic() - begun)
+                progress, waited = self.progress, time.monotonic() - begun
+                return Claim(step, trajectories, progress.version, progress.lineage, waited)
             del self.progress.manifests[step]
             if ranks.is_first():
                 self.buffer.withdraw(step, unreadable)
@@ -196,10 +214,19 @@ class Run:
 
         They go out under a new version above `at_least`.
         """
+        progress = self.progress
         seconds = self._send_weights(at_least) if changed else 0.0
+        progress.lineage = progress.lineage.within(self.config.buffer.eta, progress.version)
         if ranks.is_first():
-            self.buffer.publish(self.progress.version, self.progress.claimed)
+            self.buffer.publish(progress.version, progress.claimed, progress.lineage)
         return seconds
+
+    def publish_again(self) -> None:
+        """Sends out the checkpoint's weights: what they sampled before is no older under their new version."""
+        before = self.progress.version
+        self._send_weights()
+        self.progress.lineage = self.progress.lineage.repeat(self.progress.version, before)
+        self.publish(changed=False)
 
     def guard(self, *updates: Update, batch: Sequence[Trajectory] = ()) -> None:
         """Counts updates that were refused, keeps their batch aside, and raises NonFinite after several in a row."""
@@ -270,7 +297,7 @@ class Run:
         if self.config.buffer.archive and ranks.is_first():
             self.buffer.archive(self.config.run_dir / "archive")
 
-    def _send_weights(self, at_least: int) -> float:
+    def _send_weights(self, at_least: int = 0) -> float:
         progress = self.progress
         # Neither the checkpoint nor a Redis that lost power may know the newest; the folder does.
         at_least = max(at_least, progress.version, newest_written(self.config.run_dir))
@@ -307,10 +334,12 @@ class Run:
                 self._begin_critic()
             log.info("resumed from %s: %s step %d", folder, self.progress.stage, self.progress.step)
         if ranks.is_first():
-            self.buffer.rewind(self.progress.claimed, self.progress.manifests)
+            progress = self.progress
+            self.buffer.rewind(progress.claimed, progress.manifests, progress.version, progress.lineage)
         if self.progress.stage in ("value", "policy"):
-            self.publish()
+            self.publish_again()
 
     def _reconcile(self) -> None:
         progress = self.progress
-        self.buffer.reconcile(progress.ids(committed=False), progress.ids(committed=True), progress.version)
+        lineage = progress.lineage
+        self.buffer.reconcile(progress.ids(committed=False), progress.ids(committed=True), progress.version, lineage)

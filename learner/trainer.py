@@ -34,7 +34,7 @@ class Trainer:
         run = self.state
         if run.progress.stage == "done" and not self.finished():  # more steps are asked for since
             run.progress.stage = "policy"
-            run.publish()
+            run.publish_again()
         if run.progress.stage == "supervised" and supervised.imitate(run):
             run.enter("value")
         if run.progress.stage == "value" and value.pretrain(run):
@@ -117,7 +117,7 @@ class Trainer:
             entropy_trend=metrics.narrowing(list(self._history)),
             engine_error=metrics.engine_error(batch, step.before, claim.version),
             **step.diagnostics,
-            **metrics.staleness(batch, claim.version),
+            **metrics.staleness(batch, claim.age),
             **contents,
         )
         last = self.finished() or run.stopping()

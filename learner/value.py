@@ -47,7 +47,7 @@ def pretrain(run: Run) -> bool:
             explained_variance=explained,
             critic_loss=update.loss,
             critic_grad_norm=update.grad_norm,
-            **metrics.staleness(fresh, claim.version),
+            **metrics.staleness(fresh, claim.age),
             **metrics.contents(fresh),
         )
     return True

@@ -23,8 +23,8 @@ local server, learner = ARGV[2], ARGV[3]
 -- Key names: here and nowhere else. The names of payloads and partials come from the caller and are kept in the attempt.
 
 local key = {
-  control = '{run}:control',          -- HASH    version, issued, next_index, trained, committed, late, archived, born,
-                                      --         server
+  control = '{run}:control',          -- HASH    version, issued, lineage, next_index, trained, committed, late,
+                                      --         archived, born, server
   ledger = '{run}:ledger',            -- HASH    <state or outcome>|<source> -> count
   staleness = '{run}:staleness',      -- HASH    <which>|<bucket> -> trained attempts, see measure()
   queued = '{run}:queued',            -- ZSET    attempt -> index of its group
@@ -71,11 +71,12 @@ local function now() -- of this call
   return clock
 end
 
-local known -- of the control hash, by this call; two fields that nearly all of them need come together
+local known, repeats -- of the control hash, by this call; what nearly all of them need comes together
 local function control(field)
   if not known then
-    local version, born = unpack(redis.call('HMGET', key.control, 'version', 'born'))
+    local version, born, lineage = unpack(redis.call('HMGET', key.control, 'version', 'born', 'lineage'))
     known = { version = tonumber(version or 0), born = tonumber(born or 0) }
+    repeats = cjson.decode(lineage or '[]')
   end
   known[field] = known[field] or tonumber(redis.call('HGET', key.control, field) or 0)
   return known[field]
@@ -92,7 +93,35 @@ end
 
 -- Older versions first, and within a version older tasks first; exact up to version 2^21 and task 2^32.
 local function score(version, index) return version * 4294967296 + index end
-local function oldest_allowed() return control('version') - rules.eta end
+
+-- Versions from one policy to another: see lineage.py, which says the same.
+local function age(sampled, now)
+  local sum = 0
+  for _, pair in ipairs(repeats) do
+    local version, older = unpack(pair)
+    if sampled < version and version <= now then sum, now = sum + now - version, older end
+  end
+  return sum + math.max(0, now - sampled)
+end
+
+-- The smallest version whose age is within the bound.
+local function oldest_allowed()
+  local now, left = control('version'), rules.eta
+  for _, pair in ipairs(repeats) do
+    local version, older = unpack(pair)
+    if version <= now then
+      if now - left > version then break end
+      now, left = older, left - (now - version)
+    end
+  end
+  return now - left
+end
+
+local function set_lineage(lineage)
+  control('version')
+  redis.call('HSET', key.control, 'lineage', lineage)
+  repeats = cjson.decode(lineage)
+end
 
 local rung = false -- by this call; once is enough
 local function ring() rung = true end
@@ -156,10 +185,11 @@ end
 -- to its claim) and in seconds (from its first lease, as powers of two).
 local function measure(attempt, manifest)
   if not (attempt.oldest and manifest.version) then return end
-  local oldest, home, claim = tonumber(attempt.oldest), tonumber(attempt.home), manifest.version
-  tally(key.staleness, 'flight|' .. math.max(0, home - oldest), 1)
-  tally(key.staleness, 'queue|' .. math.max(0, claim - math.max(home, oldest)), 1)
-  tally(key.staleness, 'total|' .. math.max(0, claim - oldest), 1)
+  local oldest, home = tonumber(attempt.oldest), tonumber(attempt.home)
+  local total, flight = age(oldest, manifest.version), age(oldest, home)
+  tally(key.staleness, 'flight|' .. flight, 1)
+  tally(key.staleness, 'queue|' .. math.max(0, total - flight), 1)
+  tally(key.staleness, 'total|' .. total, 1)
   for which, ms in pairs({
     flight = tonumber(attempt.home_at) - tonumber(attempt.began or attempt.home_at),
     queue = manifest.at - tonumber(attempt.home_at),

@@ -39,10 +39,11 @@ local function offer_again(manifest)
   for _, group in ipairs(distinct(manifest.ids, group_of)) do settle(group) end
 end
 
-function transitions.publish(version, trained_step)
+function transitions.publish(version, trained_step, lineage)
   pass_when_full()
   if replaced() then return 'replaced' end
   raise_to('version', tonumber(version))
+  set_lineage(lineage)
   for _, step in ipairs(steps_from(control('trained') + 1)) do
     if step <= tonumber(trained_step) then
       local manifest = manifest_of(step)
@@ -199,9 +200,10 @@ end
 -- The manifests of the learner's newest checkpoints, ahead of the commit of Redis' own: Redis may have forgotten them in
 -- a power cut, or remember instead what a restart of the learner had undone. The last use of an attempt first, which it
 -- is named after.
-function transitions.believe(recently_trained)
+function transitions.believe(recently_trained, lineage)
   pass_when_full()
   if replaced() then return 'replaced' end
+  set_lineage(lineage) -- first: what comes back to the groups is not as old as its version says
   local trained = cjson.decode(recently_trained)
   local steps = in_numbers(trained)
   for i = #steps, 1, -1 do

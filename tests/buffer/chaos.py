@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.buffer import BufferSettings, ReplayBuffer
-from chaos_processes import CHECKPOINT_EVERY, PEER_LOST, Life, Lineage, follow, learn, sabotage, work
+from chaos_processes import CHECKPOINT_EVERY, PEER_LOST, Durable, Life, follow, learn, sabotage, work
 from chaos_promises import check
 from conftest import RedisServer
 
@@ -171,7 +171,7 @@ class Fleet:
             time.sleep(0.02)
 
     def _steps(self) -> int:
-        return Lineage(self.life.folder).saved["step"]
+        return Durable(self.life.folder).saved["step"]
 
     def close(self) -> None:
         for name in self.processes:

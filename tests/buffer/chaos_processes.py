@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import redis
-from argosy.buffer import BufferSettings, Candidate, Lease, ReplayBuffer, Task, Trace, Trajectory, Unreadable
+from argosy.buffer import BufferSettings, Candidate, Lease, Lineage, ReplayBuffer, Task, Trace, Trajectory, Unreadable
 
 CHECKPOINT_EVERY = 3
 PEER_LOST = 17  # exit status: the other rank died, and the learner starts again as a whole
@@ -172,12 +172,12 @@ def work(life: Life, name: str, birth: int) -> None:
 # The learner
 
 
-class Lineage:
+class Durable:
     """What the checkpoint holds: a line for every step, and where they end."""
 
     def __init__(self, folder: Path) -> None:
         self.log, self.versions, self.path = (folder / x for x in ("trained.jsonl", "versions", "checkpoint.json"))
-        self.saved = {"step": 0, "version": 0, "bytes": 0}
+        self.saved: dict[str, Any] = {"step": 0, "version": 0, "repeats": [], "bytes": 0}
         if self.path.exists():
             self.saved = json.loads(self.path.read_text())
 
@@ -185,12 +185,21 @@ class Lineage:
         if self.log.exists():
             yield from map(json.loads, self.log.read_bytes()[: self.saved["bytes"]].splitlines())
 
-    def published(self) -> list[int]:
-        """Every version whose weights were ever written to the disk."""
-        lines = self.versions.read_text().splitlines() if self.versions.exists() else []
-        return [int(line.split()[0]) for line in lines]
+    def published(self) -> dict[int, tuple[int, bool]]:
+        """Every version whose weights were ever written to the disk: which one came before, and whether it is that."""
+        rows = [line.split() for line in (self.versions.read_text().splitlines() if self.versions.exists() else [])]
+        assert len({row[0] for row in rows}) == len(rows), "a version was published twice"
+        return {int(version): (int(before), again == "1") for version, _, before, again in rows}
 
-    def save(self, **where: int) -> None:
+    def age(self, sampled: int, now: int) -> int:
+        """Versions from the newest ancestor of `now` that is not newer than `sampled`."""
+        age, ancestors = 0, self.published()
+        while sampled < now:
+            before, again = ancestors[now]
+            age, now = age + (0 if again else now - before), before
+        return age
+
+    def save(self, **where: Any) -> None:
         half = self.path.with_suffix(".tmp")
         half.write_text(json.dumps(where))
         half.replace(self.path)
@@ -203,35 +212,40 @@ class Learner:
     def __init__(self, life: Life, follower: Connection, birth: int) -> None:
         self.life, self.settings, self.follower = life, life.settings, follower
         self.rng = random.Random(f"learner {birth}")
-        self.lineage = Lineage(life.folder)
-        self.step, self.version = self.lineage.saved["step"], self.lineage.saved["version"]
-        self.trained: dict[int, list[str]] = {line["step"]: line["ids"] for line in self.lineage.lines()}
+        self.durable = Durable(life.folder)
+        self.step, self.version = self.durable.saved["step"], self.durable.saved["version"]
+        self.lineage = Lineage.of(self.durable.saved["repeats"])
+        self.trained: dict[int, list[str]] = {line["step"]: line["ids"] for line in self.durable.lines()}
         self.claimed: dict[int, list[str]] = {}  # not yet committed
         self.restarts = 0
         self.buffer = ReplayBuffer(life.settings, self.reconcile)
 
     def recently_trained(self) -> dict[int, list[str]]:
-        last = self.lineage.saved["step"]
+        last = self.durable.saved["step"]
         return {step: self.trained[step] for step in range(max(1, last - 2 * CHECKPOINT_EVERY + 1), last + 1)}
 
     def reconcile(self) -> None:
         self.restarts += 1
-        self.buffer.reconcile(self.claimed, self.recently_trained(), self.version)
+        self.buffer.reconcile(self.claimed, self.recently_trained(), self.version, self.lineage)
 
     def run(self) -> None:
-        self.log = self.lineage.log.open("ab")
-        self.log.truncate(self.lineage.saved["bytes"])
-        self.buffer.rewind(self.step, self.recently_trained())
-        self.publish()
+        self.log = self.durable.log.open("ab")
+        self.log.truncate(self.durable.saved["bytes"])
+        self.buffer.rewind(self.step, self.recently_trained(), self.version, self.lineage)
+        self.publish(again=True)
         while True:
             self.train()
 
-    def publish(self) -> None:
-        self.version = self.buffer.next_version(max([self.version, *self.lineage.published()]))
-        with self.lineage.versions.open("a") as file:
-            print(self.version, self.step, file=file)
+    def publish(self, again: bool = False) -> None:
+        before = self.version
+        self.version = self.buffer.next_version(max([before, *self.durable.published()]))
+        with self.durable.versions.open("a") as file:
+            print(self.version, self.step, before, int(again), file=file)
         self.pause()
-        self.buffer.publish(self.version, self.step)
+        if again:
+            self.lineage = self.lineage.repeat(self.version, before)
+        self.lineage = self.lineage.within(self.settings.eta, self.version)
+        self.buffer.publish(self.version, self.step, self.lineage)
 
     def train(self) -> None:
         step, restarts = self.step + 1, self.restarts
@@ -256,7 +270,7 @@ class Learner:
 
     def take(self, step: int, ids: list[str], facts: dict[str, dict[str, Any]]) -> None:
         for attempt, fact in facts.items():
-            staleness = self.version - fact["oldest"]
+            staleness = self.lineage.age(fact["oldest"], self.version)
             assert staleness <= self.settings.eta, f"{attempt} lies {staleness} versions behind"
         line = {"step": step, "version": self.version, "ids": ids, "facts": facts}
         self.log.write(json.dumps(line).encode() + b"\n")
@@ -269,7 +283,8 @@ class Learner:
 
     def checkpoint(self) -> None:
         self.pause()
-        self.lineage.save(step=self.step, version=self.version, bytes=self.log.tell())
+        where = {"step": self.step, "version": self.version, "repeats": self.lineage.repeats}
+        self.durable.save(**where, bytes=self.log.tell())
         self.pause()
         self.buffer.commit(self.step)
         if self.settings.archive:

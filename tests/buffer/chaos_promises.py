@@ -5,8 +5,8 @@ from typing import Any
 
 import books
 import redis
-from argosy.buffer import ReplayBuffer, Unreadable, read_archive
-from chaos_processes import CHECKPOINT_EVERY, Life, Lineage, tokens
+from argosy.buffer import Lineage, ReplayBuffer, Unreadable, read_archive
+from chaos_processes import CHECKPOINT_EVERY, Durable, Life, tokens
 
 ASIDE = 100  # how many the buffer keeps
 KEPT_ASIDE = ("dropped:poisoned", "dropped:rejected")
@@ -14,21 +14,20 @@ KEPT_ASIDE = ("dropped:poisoned", "dropped:rejected")
 
 def check(life: Life, client: redis.Redis, forgetful: bool) -> dict[str, int]:
     """Raises AssertionError at the first broken promise; returns numbers for the report."""
-    lineage = Lineage(life.folder)
-    lines = list(lineage.lines())
-    last = lineage.saved["step"]
+    durable = Durable(life.folder)
+    lines = list(durable.lines())
+    last = durable.saved["step"]
     assert [line["step"] for line in lines] == list(range(1, last + 1)), "a step is missing or there twice"
-    published = Counter(lineage.published())
-    assert max(published.values()) == 1, f"published twice: {published.most_common(3)}"
 
     buffer = ReplayBuffer(life.settings)
-    buffer.rewind(last, {line["step"]: line["ids"] for line in lines[-2 * CHECKPOINT_EVERY :]})
+    recently = {line["step"]: line["ids"] for line in lines[-2 * CHECKPOINT_EVERY :]}
+    buffer.rewind(last, recently, durable.saved["version"], Lineage.of(durable.saved["repeats"]))
     if life.settings.archive:
         buffer.archive(life.archive)
     found = books.read(client, life.settings.run)
     assert not found.complaints, found.complaints
     sabotaged = set((life.folder / "sabotaged").read_text().split())
-    check_steps(life, lines)
+    check_steps(life, durable, lines)
     check_states(life, lines, buffer, found, forgetful)
     check_groups(life, lines, found, forgetful)
     check_payloads(buffer, found, sabotaged, forgetful)
@@ -38,7 +37,7 @@ def check(life: Life, client: redis.Redis, forgetful: bool) -> dict[str, int]:
     return {"steps": last, "attempts": len(found.states)} | Counter(s.split(":")[0] for s in found.states.values())
 
 
-def check_steps(life: Life, lines: list[dict[str, Any]]) -> None:
+def check_steps(life: Life, durable: Durable, lines: list[dict[str, Any]]) -> None:
     """Uses, staleness, tokens, the order of segments: of the lineage alone."""
     uses: Counter[str] = Counter()
     where: dict[int, str] = {}
@@ -47,7 +46,7 @@ def check_steps(life: Life, lines: list[dict[str, Any]]) -> None:
         for attempt in dict.fromkeys(line["ids"]):
             fact = line["facts"][attempt]
             uses[attempt] += 1
-            assert line["version"] - fact["oldest"] <= life.settings.eta, f"{attempt} was too old in {line}"
+            assert durable.age(fact["oldest"], line["version"]) <= life.settings.eta, f"{attempt} was too old in {line}"
             for token in fact["tokens"]:
                 other = where.setdefault(token, attempt)
                 assert other == attempt, f"token {token} was trained in {other} and in {attempt}"

@@ -14,6 +14,7 @@ from argosy.buffer import (
     BufferSettings,
     Candidate,
     Lease,
+    Lineage,
     RedisUnavailable,
     ReplayBuffer,
     Task,
@@ -753,3 +754,27 @@ def test_history_is_compact(make_buffer: MakeBuffer, task: TaskOf, bring: Bring,
     print(f"{size:.1f} bytes an attempt")
     assert size < 60
     assert len(keys(redis_url, run_name)) - len(history) < 20
+
+
+def test_a_crash_of_the_learner_makes_nothing_older(make_buffer: MakeBuffer, task: TaskOf, bring: Bring) -> None:
+    """The versions that are lost with it do not count, neither for what it had claimed nor for what is reported."""
+    buffer = make_buffer(batch_size=1, eta=2)
+    buffer.put_tasks(task, 2)
+    first, late = buffer.lease("actor-0", 2)
+    buffer.publish(10, 0)
+    buffer.complete(first, bring(first, 8))
+    buffer.claim(1)
+    for version in (11, 12, 13):
+        buffer.publish(version, 0)
+    buffer.rewind(0, {}, version=10)
+    lineage = Lineage().repeat(14, 10)
+    buffer.publish(14, 0, lineage)
+    assert buffer.stats()["staleness"] == {2: 1}
+    assert buffer.claim(1) == ["0/0"]
+    buffer.commit(1)
+    assert buffer.stats()["staleness_trained"]["total"] == {2: 1}
+    buffer.complete(late, bring(late, 12))  # by a version that is lost
+    buffer.publish(16, 1, lineage)
+    assert buffer.stats()["staleness"] == {2: 1}
+    buffer.publish(17, 1, lineage.within(2, 17))
+    assert buffer.state("1/0") == "dropped:stale"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from argosy.buffer import BufferSettings, Lease, ReplayBuffer, Task, Trajectory, Unreadable, read_archive
+from argosy.buffer import BufferSettings, Lease, Lineage, ReplayBuffer, Task, Trajectory, Unreadable, read_archive
 from argosy.buffer.errors import StepCommitted
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -81,6 +81,7 @@ class Model:
         self.manifests: dict[int, list[str]] = {}
         self.durable: dict[int, list[str]] = {}  # manifests that are committed
         self.version = self.issued = self.trained = self.committed = self.created = 0
+        self.before: dict[int, tuple[int, bool]] = {}  # version -> the one it came after, and whether it is the same
         self.outbox: list[list[tuple[str, str]]] = [[]]  # of each call
         self.aside: list[str] = []
         self.trials: dict[str, str] = {}  # worker -> the attempt on its last chance that it had last
@@ -191,7 +192,7 @@ class Model:
                     continue
                 self.trials[worker] = name
             attempt.state, attempt.worker = "leased", worker
-            if attempt.partial is not None and attempt.partial < self.version - self.rules.eta:
+            if attempt.partial is not None and self.too_old(attempt.partial):
                 attempt.partial = None
             leased.append(name)
         return leased
@@ -208,7 +209,7 @@ class Model:
 
     def evict(self, *groups: str) -> None:
         for oldest, _, group in self.complete_groups():
-            if group in groups and oldest < self.version - self.rules.eta:
+            if group in groups and self.too_old(oldest):
                 for name in self.alive(group):
                     self.let_go(name, "stale")
 
@@ -239,8 +240,15 @@ class Model:
         pieces = {index: iter(sorted(some)) for index, some in waiting.items()}
         return [next(pieces[index_of(group)])[1] if index_of(group) in pieces else group for group in groups]
 
-    def publish(self, version: int, trained_step: int) -> None:
-        self.version = max(self.version, version)
+    def too_old(self, sampled: int) -> bool:
+        age, now = 0, self.version
+        while sampled < now:
+            before, same = self.before[now]
+            age, now = age + (0 if same else now - before), before
+        return age > self.rules.eta
+
+    def publish(self, version: int, trained_step: int, before: int, same: bool = False) -> None:
+        self.version, self.before[version] = version, (before, same)
         for step, names in self.manifests.items():
             if self.trained < step <= trained_step:
                 for name in dict.fromkeys(names):
@@ -322,6 +330,7 @@ class LifeCycle(RuleBasedStateMachine):
         self.leases: list[Lease] = []
         self.segments: list[tuple[Lease, int]] = []  # that came home
         self.step = 0  # the last one the learner claimed
+        self.lineages = {0: Lineage()}  # by version
         self.archived = 0  # calls that are
         self.folder = tempfile.TemporaryDirectory()
 
@@ -383,8 +392,7 @@ class LifeCycle(RuleBasedStateMachine):
     def heartbeat(self, pick: int, age: int | None) -> None:
         lease, attempt, held = self._pick(pick)
         oldest = {} if age is None else {lease.attempt: self._version(age)}
-        cancelled = self.rules.too_old == "cancel" and (age or 0) > self.rules.eta and bool(oldest)
-        cancelled = cancelled and oldest[lease.attempt] < self.model.version - self.rules.eta
+        cancelled = self.rules.too_old == "cancel" and any(map(self.model.too_old, oldest.values()))
         answer = self.buffer.heartbeat([lease], oldest)
         assert [beat.token for beat in answer] == [lease.token] * (held and not cancelled)
         attempt.expired = attempt.expired and not held
@@ -535,11 +543,16 @@ class LifeCycle(RuleBasedStateMachine):
     @precondition(lambda self: self.step > self.model.committed or self.model.version < 2)
     @rule()
     def publish(self) -> None:
+        self._publish(self.model.version, same=False)
+
+    def _publish(self, before: int, same: bool) -> None:
         version = self.buffer.next_version()
         assert version == max(self.model.issued, self.model.version) + 1
         self.model.issued = version
-        self.buffer.publish(version, self.step)
-        self.model.publish(version, self.step)
+        lineage = self.lineages[before].repeat(version, before) if same else self.lineages[before]
+        self.lineages[version] = lineage.within(self.rules.eta, version)
+        self.buffer.publish(version, self.step, self.lineages[version])
+        self.model.publish(version, self.step, before, same)
 
     @precondition(lambda self: self.model.manifests)
     @rule(behind=st.integers(0, 2))
@@ -549,20 +562,29 @@ class LifeCycle(RuleBasedStateMachine):
         self.model.commit(step)
 
     @precondition(lambda self: self.model.manifests)
-    @rule(behind=st.integers(0, 2), asked=st.booleans())
-    def end_of_the_learner(self, behind: int, asked: bool) -> None:
+    @rule(behind=st.integers(0, 2), asked=st.booleans(), lost=st.integers(0, 3))
+    def end_of_the_learner(self, behind: int, asked: bool, lost: int) -> None:
+        """The next one goes on from the weights of so many versions before."""
         if asked:
             self.buffer.leave()
         step = max(self.model.committed, min(self.step, self.model.trained) - behind)  # its newest checkpoint
         known = {made: names for made, names in (self.model.durable | self.model.manifests).items() if made <= step}
-        assert self.buffer.rewind(step, known) == self.model.rewind(step, asked)
+        version = self.model.version
+        for _ in range(lost):
+            version = self.model.before[version][0] if version else 0
+        if version < self.model.version:  # which is good for nothing any more
+            self.model.before[self.model.version] = version, True
+        back = self.buffer.rewind(step, known, version, self.lineages[version])
+        assert back == self.model.rewind(step, asked)
         self.step = step
+        self._publish(version, same=True)
 
     @precondition(lambda self: self.model.manifests)
     @rule()
     def redis_came_back(self) -> None:
         """It has forgotten nothing, and nothing changes."""
-        self.buffer.reconcile(self.model.manifests, self.model.durable, self.model.version)
+        lineage = self.lineages[self.model.version]
+        self.buffer.reconcile(self.model.manifests, self.model.durable, self.model.version, lineage)
         self.model.issued = max(self.model.issued, self.model.version)
 
     @precondition(lambda self: self.model.count("ready"))

@@ -58,7 +58,7 @@ def step(trainees: dict[str, Trainee], archive: Path) -> dict[str, float | None]
     learned = estimate(batch, judged.values, SETTINGS)
     improved = policy.improve(trainees["policy"], batch, learned, SETTINGS)
     mixed = policy.improve(trainees["policy"], batch, estimate(batch, judged.values, MIXED), MIXED)
-    found = {**metrics.contents(batch), **metrics.staleness(batch, 3)}
+    found = {**metrics.contents(batch), **metrics.staleness(batch, lambda version: 3 - version)}
     kinds, *ages = (found.pop(name) for name in ("tokens_by_kind", "staleness_episodes", "staleness_tokens"))
     return {
         **found,

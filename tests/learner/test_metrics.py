@@ -54,7 +54,7 @@ def test_staleness_is_counted_by_episode_and_by_token(alone: None, episode: Call
     versions = trace.versions.copy()
     versions[first] = 2  # its other tokens came from newer weights
     made[0] = replace(made[0], traces=[replace(trace, versions=versions)])
-    got = metrics.staleness(flatten(made), 5)
+    got = metrics.staleness(flatten(made), lambda version: 5 - version)
     tokens = [trajectory.n_sampled for trajectory in made]
     assert got["staleness_episodes"] == [1, 0, 1, 1]
     assert got["staleness_tokens"] == [tokens[0] - 1 + tokens[1], 0, tokens[2], 1]
