@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import SandboxUnavailable
+from . import seccomp
 from .network import proxy_environment
 from .spec import SandboxSpec
 
@@ -158,6 +159,9 @@ def _mounts(disk: int, fds: contextlib.ExitStack) -> tuple[list[str], list[int]]
     if prefix := _python_outside_usr():
         mounts += ["--ro-bind", prefix, _PYTHON_INSIDE]
     mounts += ["--proc", "/proc", "--dev", "/dev", "--size", str(disk), "--tmpfs", "/dev/shm"]
+    if filtering := seccomp.program():
+        passed.append(_memory(filtering, fds))
+        mounts += ["--seccomp", str(passed[-1])]
     for ours in ("/dev", "/etc", _INSIDE):
         mounts += ["--remount-ro", ours]
     return [*mounts, "--chdir", "/", "--"], passed

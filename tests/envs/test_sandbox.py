@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from argosy.envs import Limits, Outcome, Result, Sandbox, SandboxGone, SandboxSpec
+from argosy.envs.sandboxes import seccomp
 
 TIMEOUT = Result(137, "", reason="timeout")
 
@@ -245,6 +246,25 @@ def test_git_and_python_find_what_they_need(run: Any, sandbox: Sandbox) -> None:
     python += "socket.gethostname(), socket.gethostbyname('localhost'), tempfile.gettempdir(), os.access('/etc', 2))"
     assert run(sandbox.exec(f'python3 -c "{python}"')).output == "agent /root sandbox 127.0.0.1 /tmp False\n"
     assert run(sandbox.exec("id -un; echo ~ ~agent; whoami")).output == "agent\n/root /root\nagent\n"
+
+
+WAYS_OUT = """
+import ctypes, errno, platform, socket
+libc = ctypes.CDLL(None, use_errno=True)
+for family in ("AF_VSOCK", "AF_ALG", "AF_BLUETOOTH", "AF_PACKET"):
+    try: socket.socket(getattr(socket, family), socket.SOCK_STREAM); print(family)
+    except OSError as error: assert error.errno == errno.EAFNOSUPPORT, error
+add_key, keyctl = (248, 250) if platform.machine() == "x86_64" else (217, 219)
+for call in (add_key, keyctl, 425, 0x40000000 + 41):
+    if libc.syscall(call, 0, 0, 0) != -1 or ctypes.get_errno() != errno.ENOSYS: print(call)
+for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6): socket.socket(family).close()
+"""
+
+
+@pytest.mark.skipif(seccomp.program() is None, reason="no filter for this machine's architecture")
+def test_calls_that_no_namespace_contains_are_closed(run: Any, sandbox: Sandbox) -> None:
+    run(sandbox.write("out.py", WAYS_OUT))
+    assert run(sandbox.exec("python3 out.py")) == Result(0, "")
 
 
 @pytest.mark.parametrize("moment", ["idle", "busy"])
