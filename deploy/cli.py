@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -20,11 +21,13 @@ from tokenizers import Tokenizer
 from typer.core import TyperGroup
 
 from ..buffer import BufferError, Ledger, ReplayBuffer, Story
+from ..envs.sandboxes.owners import RUN
 from . import doctor
 from .envs import envs_app
 from .paths import RunPaths
 from .processes import RunFailed, redis_server
 from .recipe import Recipe, RecipeError, describe, load
+from .sandboxes import sandbox_app
 from .supervisor import AlreadyRunning, Supervisor, locked
 from .tasks import tasks_app
 from .view import results, watch
@@ -52,6 +55,7 @@ doctor_app = typer.Typer(no_args_is_help=True, help="Examine a setup before trai
 app.add_typer(doctor_app, name="doctor")
 app.add_typer(tasks_app, name="tasks")
 app.add_typer(envs_app, name="envs")
+app.add_typer(sandbox_app, name="sandbox")
 RecipeName = Annotated[str, typer.Argument(help="A YAML file, or the name of a recipe that comes with Argosy.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings to change, as key.path=value.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -153,6 +157,7 @@ def _train(recipe: Recipe, paths: RunPaths, fresh: bool) -> None:
         if fresh:
             _forget(recipe, paths)
         paths.logs.mkdir(parents=True, exist_ok=True)
+        os.environ[RUN] = recipe.name  # whose the sandboxes are, of all processes to come
         line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
         logging.basicConfig(filename=paths.logs / "supervisor.log", format=line)
         supervisor = Supervisor(recipe, paths, watch)

@@ -4,11 +4,14 @@ Invariant: every container of ours carries its owner, run and expiry as labels f
 whoever finds it can tell whether anybody still needs it.
 """
 
+import io
+import tarfile
 import time
 import uuid
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import SandboxUnavailable
 from .docker_engine import engine
 from .owners import Owner, run_name
 from .spec import SandboxSpec
@@ -48,7 +51,10 @@ def create(image: str, spec: SandboxSpec, user: str) -> tuple[str, float]:
         f"{_LABEL}.owner": str(owner),
         f"{_LABEL}.expires": f"{expires:.0f}",
     }
-    scratch = dict.fromkeys(("/tmp", "/var/tmp", spec.workdir), f"rw,nosuid,nodev,exec,mode=1777,size={limits.disk}")
+    scratch = dict.fromkeys(("/tmp", "/var/tmp"), f"rw,nosuid,nodev,exec,mode=1777,size={limits.disk}")
+    name, _, group = user.partition(":")
+    own = f"mode=755,uid={name},gid={group or name}" if name.isdigit() else "mode=1777"
+    scratch[spec.workdir] = f"rw,nosuid,nodev,exec,{own},size={limits.disk}"
     storage = dict(api.info().get("DriverStatus") or ()).get("Backing Filesystem")
     host = api.create_host_config(
         cap_drop=["ALL"],
@@ -71,7 +77,7 @@ def create(image: str, spec: SandboxSpec, user: str) -> tuple[str, float]:
         storage_opt={"size": str(limits.disk)} if storage == "xfs" and not spec.read_only else None,
         log_config={"Type": "none"},
     )
-    made = api.create_container(
+    made: str = api.create_container(
         image,
         entrypoint=["sleep"],
         command=["2147483647"],
@@ -80,8 +86,50 @@ def create(image: str, spec: SandboxSpec, user: str) -> tuple[str, float]:
         host_config=host,
         working_dir="/",
         name=f"argosy-{owner.pid}-{uuid.uuid4().hex[:12]}",
-    )
-    return made["Id"], expires
+    )["Id"]
+    try:
+        if not spec.read_only:
+            _own_workdir(made, spec.workdir, user)
+    except BaseException:
+        remove(made)
+        raise
+    return made, expires
+
+
+def _own_workdir(container: str, workdir: str, user: str) -> None:
+    """Nobody in the container has the power to give the user a folder, so we do, where the image has none."""
+    from docker.errors import NotFound
+
+    api = engine()
+    if user.split(":")[0] in ("0", "root"):
+        return
+    try:
+        api.get_archive(container, workdir)[0].close()
+        return
+    except NotFound:
+        pass
+    folder = tarfile.TarInfo(workdir.strip("/"))
+    folder.type, folder.mode = tarfile.DIRTYPE, 0o755
+    folder.uid, folder.gid = _numbers(container, user)
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as tar:
+        tar.addfile(folder)
+    api.put_archive(container, "/", stream.getvalue())
+
+
+def _numbers(container: str, user: str) -> tuple[int, int]:
+    name, _, group = user.partition(":")
+    if name.isdigit():
+        return int(name), int(group) if group.isdigit() else int(name)
+    stream = io.BytesIO(b"".join(engine().get_archive(container, "/etc/passwd")[0]))
+    with tarfile.open(fileobj=stream) as tar:
+        file = tar.extractfile("passwd")
+        lines = file.read().decode(errors="replace").splitlines() if file else []
+    for line in lines:
+        fields = line.split(":")
+        if fields[0] == name:
+            return int(fields[2]), int(fields[3])
+    raise SandboxUnavailable(f"the image has no user {name!r}: give `user` as numbers, such as 1000:1000")
 
 
 def remove(container: str) -> None:

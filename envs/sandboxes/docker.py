@@ -21,9 +21,10 @@ from typing import Literal
 
 from ..errors import SandboxGone, SandboxUnavailable
 from . import containers, docker_images
-from .docker_engine import NoProcess, Stream, address, call, engine, is_trouble
+from .docker_engine import NoProcess, Stream, address, call, engine, is_trouble, no_answer
 from .docker_files import Files
 from .docker_shell import KEEPER, WARDEN, Ended, Shell, ShellRefused, Warden
+from .reaper import reap_sometimes
 from .sandbox import Sandbox
 from .spec import DEFAULT_SPEC, Result, SandboxSpec
 
@@ -33,7 +34,6 @@ _START = 60.0
 _KILLED = 137
 _FILE_CALL = 60.0  # seconds for one
 _NULL = "bash: the command contains a null byte\n"
-_OWN_WORKDIR = '[ -d "$1" ] || { mkdir -p -- "$1" && chown "$2" "$1"; }'
 
 _starting: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]" = weakref.WeakKeyDictionary()
 
@@ -51,8 +51,14 @@ class DockerSandbox(Sandbox):
 
     @classmethod
     async def open(cls, spec: SandboxSpec = DEFAULT_SPEC) -> "DockerSandbox":
-        image = await call(docker_images.find_or_make, spec.image)
-        user = spec.user or (await call(engine().inspect_image, image))["Config"].get("User") or "0"
+        reap_sometimes()
+        try:
+            image = await call(docker_images.find_or_make, spec.image)
+            user = spec.user or (await call(engine().inspect_image, image))["Config"].get("User") or "0"
+        except Exception as error:
+            if isinstance(error, SandboxUnavailable) or not is_trouble(error):
+                raise
+            raise no_answer(error) from error
         sandbox = cls(spec, image, user)
         await sandbox._start()
         return sandbox
@@ -174,8 +180,6 @@ class DockerSandbox(Sandbox):
                 self._alive, self._ended = True, False
                 async with asyncio.timeout(_START):
                     await call(engine().start, self._container)
-                    if self._user.split(":")[0] not in ("0", "root"):
-                        await self._run(_OWN_WORKDIR, self.spec.workdir, self._user, as_root=True)
                     self._shell = await self._open_shell()
             except BaseException as error:
                 if not creating.done():  # cancelled, but the engine makes it all the same
@@ -223,33 +227,36 @@ class DockerSandbox(Sandbox):
             try:
                 async with asyncio.timeout(_START):
                     if not self._warden:
-                        self._warden = Warden(await self._stream(WARDEN))
+                        self._warden = await Warden.start(await self._stream(WARDEN))
                     return await Shell.start(await self._stream(KEEPER, self.spec.workdir))
             except (NoProcess, ShellRefused) as error:
                 trouble = str(error)
         raise SandboxGone(f"no shell can be started: {trouble}")
 
-    async def _stream(self, script: str, *arguments: str, as_root: bool = False) -> Stream:
-        command = ["/bin/sh", "-c", script, "sh", *arguments]
+    async def _stream(self, script: str, *arguments: str) -> Stream:
         environment = {"LANG": "C.UTF-8", **dict(self.spec.environment)}
-        return await Stream.open(self._container, command, "0:0" if as_root else self._user, environment, as_root)
+        return await Stream.open(self._container, ["/bin/sh", "-c", script, "sh", *arguments], self._user, environment)
 
     async def _run(
-        self, script: str, *arguments: str, stdin: bytes = b"", most: int = 1 << 16, as_root: bool = False
+        self, script: str, *arguments: str, stdin: bytes = b"", most: int = 1 << 16
     ) -> tuple[int, bytes, bytes]:
-        script = f"IFS= read -r _\n({script}\n)\nprintf '\\036%s' $? >&2"
-        try:
-            stream = await self._stream(script, *arguments, as_root=as_root)
-        except NoProcess:
-            await self._kill_processes()
-            stream = await self._stream(script, *arguments, as_root=as_root)
-        try:
-            async with asyncio.timeout(_FILE_CALL):
-                output, complaint = await stream.converse(b"\n" + stdin, most)
-        finally:
-            stream.close()
-        complaint, _, status = complaint.rpartition(b"\x1e")
-        return int(status or _KILLED), output, complaint
+        """A short script, in a process of its own: exit status, output, complaints."""
+        marked = f"IFS= read -r _\n({script}\n)\nprintf '\\036%s' $? >&2"
+        trouble = b""
+        for again in (False, True):
+            if again:  # what lives in the background leaves no room for another process, or kills it
+                await self._kill_processes()
+            try:
+                async with asyncio.timeout(_FILE_CALL), await self._stream(marked, *arguments) as stream:
+                    output, complaint = await stream.converse(b"\n" + stdin, most)
+            except NoProcess as error:
+                trouble = str(error).encode()
+                continue
+            complaint, _, status = complaint.rpartition(b"\x1e")
+            if status.isdigit():
+                return int(status), output, complaint
+            trouble = complaint or output
+        raise NoProcess(trouble[-1000:].decode(errors="replace"))
 
 
 def _discard_made(creating: "asyncio.Future[tuple[str, float]]") -> None:

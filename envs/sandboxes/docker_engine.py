@@ -31,7 +31,7 @@ def engine(patient: bool = False) -> Any:
 
 
 @functools.cache
-def _engine(address: str, pid: int, seconds: float) -> Any:
+def _engine(_address: str, pid: int, seconds: float) -> Any:
     try:
         import docker
     except ImportError as error:
@@ -39,11 +39,15 @@ def _engine(address: str, pid: int, seconds: float) -> Any:
     try:
         return docker.APIClient(**docker.utils.kwargs_from_env(), version="auto", timeout=seconds, max_pool_size=32)
     except docker.errors.DockerException as error:
-        raise SandboxUnavailable(
-            f"no Docker engine answers at {address}: {error}. Start one (systemctl start docker, or dockerd as root), "
-            "install one (apt install docker.io), or set DOCKER_HOST to where one is; this user must be allowed to use "
-            "it (group docker)"
-        ) from error
+        raise no_answer(error) from error
+
+
+def no_answer(error: Exception) -> SandboxUnavailable:
+    return SandboxUnavailable(
+        f"no Docker engine answers at {address()}. Start one (systemctl start docker, or dockerd as root), install one "
+        "(apt install docker.io), or set DOCKER_HOST to where one is; this user must be allowed to use it (group "
+        f"docker). {error}"
+    )
 
 
 def is_trouble(error: Exception) -> bool:
@@ -71,18 +75,14 @@ class Stream:
         self._header = b""
 
     @classmethod
-    async def open(
-        cls, container: str, command: list[str], user: str, environment: dict[str, str], privileged: bool = False
-    ) -> "Stream":
+    async def open(cls, container: str, command: list[str], user: str, environment: dict[str, str]) -> "Stream":
         """Start a command. It must not write before it has read a line: the library may swallow what comes earlier."""
         api = engine()
 
         def start() -> socket.socket:
             from docker.errors import APIError
 
-            process = api.exec_create(
-                container, command, stdin=True, user=user, environment=environment, privileged=privileged
-            )
+            process = api.exec_create(container, command, stdin=True, user=user, environment=environment)
             try:
                 raw = api.exec_start(process["Id"], socket=True)
             except APIError as error:
@@ -138,6 +138,12 @@ class Stream:
             return piece
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
+
+    async def __aenter__(self) -> "Stream":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         self._writer.close()

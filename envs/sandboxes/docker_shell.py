@@ -42,26 +42,35 @@ shell=/bin/sh
 [ ! -x /bin/bash ] || shell=/bin/bash
 exec 9>&1 2>/dev/null
 {_MARKS}
-"$shell" 2>&1
+"$shell"
 __argosy exit "$secret"
 __argosy_ooms "$secret"
 """
-WARDEN = "IFS= read -r _; kill -9 -1; echo killed"
+WARDEN = "IFS= read -r _; echo ready; IFS= read -r _; kill -9 -1; echo killed"
 
 
 class Warden:
     """Acts once."""
 
     def __init__(self, stream: Stream):
-        """Of a stream that runs `WARDEN`."""
         self._stream = stream
+
+    @classmethod
+    async def start(cls, stream: Stream) -> "Warden":
+        """Of a stream that runs `WARDEN`."""
+        await stream.write(b"\n")
+        said = await stream.read() or (0, b"no warden can be started")
+        if said[1] != b"ready\n":
+            stream.close()
+            raise ShellRefused(said[1].decode(errors="replace").strip())
+        return cls(stream)
 
     async def kill(self) -> Literal["killed", "gone", "stuck"]:
         """Everything of its user. Where it was itself killed before, others may live."""
         try:
             async with asyncio.timeout(GRACE):
                 await self._stream.write(b"\n")
-                return "gone" if await self._stream.read() is None else "killed"
+                return "killed" if await self._stream.read() == (1, b"killed\n") else "gone"
         except TimeoutError:
             return "stuck"
         except ConnectionError:
@@ -126,7 +135,7 @@ class Shell:
         """Of a stream that runs `KEEPER`."""
         shell = cls(stream)
         said = bytearray()
-        await stream.write(f"{shell._secret}\n{_MARKS}__argosy_ooms {shell._secret}\n".encode())
+        await stream.write(f"{shell._secret}\nexec 2>&1\n{_MARKS}__argosy_ooms {shell._secret}\n".encode())
         mark = await shell._until("", said.extend)
         if mark is None or mark[0] != "ooms":
             stream.close()

@@ -7,13 +7,9 @@ holds stays until its time is up.
 
 import functools
 import os
-import shutil
 import socket
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-
-from ..errors import SandboxUnavailable
 
 RUN = "ARGOSY_RUN"  # environment variable: the name of the run that a process belongs to
 
@@ -80,41 +76,3 @@ def _started(pid: int) -> int | None:
 
 def run_name() -> str:
     return os.environ.get(RUN, "")
-
-
-# Folders: where an owner keeps its sockets and the like, and notes what else it holds.
-
-
-def folder() -> Path:
-    """This process's own; removed with all in it once the process is gone."""
-    made = base() / str(Owner.here())
-    made.mkdir(exist_ok=True)
-    return made
-
-
-def base() -> Path:
-    """The folder of this user's owners."""
-    path = Path(tempfile.gettempdir()) / f"argosy-{os.geteuid()}"
-    path.mkdir(mode=0o700, exist_ok=True)
-    found = path.lstat()
-    if not path.is_dir() or path.is_symlink() or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise SandboxUnavailable(f"{path} must be a folder of uid {os.geteuid()} that nobody else may enter: remove it")
-    return path
-
-
-def left_behind() -> list[Path]:
-    """Folders whose owner is gone."""
-    found = []
-    for path in base().iterdir():
-        try:
-            owner = Owner.parse(path.name)
-        except ValueError:
-            continue
-        if owner.gone:
-            found.append(path)
-    return found
-
-
-def remove(path: Path) -> None:
-    """A folder of an owner that is gone; another reaper may be at it, too."""
-    shutil.rmtree(path, ignore_errors=True)
