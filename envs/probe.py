@@ -134,8 +134,9 @@ class Probe:
         first, again = [], []
         for policy in self.policies:
             async with self._own(self._make()) as env:
-                first += [await self._play(env, seed, policy) for seed in range(self.seeds)]
-                again += [await self._play(env, seed, policy) for seed in range(self.seeds)]
+                once = [await self._play(env, seed, policy) for seed in range(self.seeds)]
+                again += [one if "failure" in one else await self._play(env, one["seed"], policy) for one in once]
+                first += once
         self.result |= {"first": first, "again": again, "blocked": self.blocked}  # a replay is many turns at once
         self.result["replayed"] = [await self._replay(episode) for episode in first]
         self.result["together"] = await asyncio.gather(

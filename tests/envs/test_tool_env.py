@@ -2,13 +2,16 @@
 
 import json
 import warnings
+from pathlib import Path
 from typing import Any
 
+import gymnasium
 import pytest
 from argosy.envs import (
     Grade,
     InfrastructureError,
     InvalidGrade,
+    ReplayDiffers,
     SandboxPool,
     ToolCall,
     ToolEnv,
@@ -149,6 +152,8 @@ def test_a_grade_is_one_finite_number(run: Any) -> None:
                 await env.score()
 
     run(body())
+    with pytest.raises(InvalidGrade, match="add_reward takes one finite number"):
+        Count().add_reward(float("inf"))
     for bad in (float("nan"), float("inf"), "1.0", None):
         with pytest.raises(InvalidGrade, match="one finite number"):
             Grade(bad)
@@ -157,12 +162,40 @@ def test_a_grade_is_one_finite_number(run: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [Count, InSandbox])
-def test_gymnasium_accepts_it(kind: type[Count]) -> None:
-    env = kind()
+def test_gymnasium_accepts_it_without_a_warning(kind: type[Count]) -> None:
+    register(f"test/{kind.__name__}", kind, top=5)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*does not have a spec.*|.*not having a spec.*")
-        check_env(env)
-    env.close()
+        warnings.simplefilter("error")
+        env = gymnasium.make(f"test/{kind.__name__}", top=7)
+        assert env.unwrapped.top == 7  # type: ignore[attr-defined]
+        text, info = env.reset(seed=3)
+        assert text.endswith("Reach 3.") and len(info["tools"]) == len(env.unwrapped.tools)  # type: ignore[attr-defined]
+        assert env.step('{"name": "add", "arguments": {"amount": 2}}')[:2] == ("2", 0.1)
+        check_env(env.unwrapped)
+        env.close()
+
+
+def test_a_checkpoint_is_gone_on_from_elsewhere(run: Any) -> None:
+    async def body() -> None:
+        env = Count()
+        await env.start(11, {"kind": "any"})
+        await env.act([ToolCall("add", {"amount": 1}), ToolCall("add", {"amount": -1})])
+        await env.act(None, "hm", "the call is not valid JSON")
+        await env.act([], "well")
+        checkpoint = json.loads(json.dumps(env.checkpoint()))
+        assert [len(turn["messages"]) for turn in checkpoint["turns"]] == [2, 1, 1]
+        other = Count()
+        await other.replay(checkpoint)
+        assert other.value == 1 and other.checkpoint() == env.checkpoint() == checkpoint
+        step = await other.act([ToolCall("add", {"amount": 1}), ToolCall("submit", {})])
+        assert step.done and (await other.score()).reward == 1.0
+        with pytest.raises(ReplayDiffers, match=r"the opening was .*Reach 2.* is now .*Reach 1\."):
+            await Count(top=10).replay(checkpoint)
+        checkpoint["turns"][0]["messages"][0]["content"] = "5"
+        with pytest.raises(ReplayDiffers, match=r"turn 1 was answered .*'5'.* is now .*'1'"):
+            await other.replay(checkpoint)
+
+    run(body())
 
 
 def test_stepping_by_hand(processes_with: Any) -> None:
@@ -199,6 +232,40 @@ def test_environments_by_name() -> None:
         make_env("argosy.envs:Env")
     with pytest.raises(UnknownEnvironment, match="not a ToolEnv"):
         make_env("builtins:dict")
+    with pytest.raises(
+        UnknownEnvironment, match=r"FrozenLakeEnv, not a ToolEnv: give it tools with argosy.envs.TextGame"
+    ):
+        make_env("FrozenLake-v1")
+
+
+def test_environments_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "beside_it.py").write_text("TOP = 3\n")
+    (tmp_path / "mine.py").write_text(
+        "from beside_it import TOP\n"
+        "from argosy.envs import Grade, ToolEnv\n"
+        "class Mine(ToolEnv):\n"
+        "    top = TOP\n"
+        "    def setup(self, seed, options):\n"
+        "        return 'go'\n"
+        "    def grade(self):\n"
+        "        return Grade(0.0)\n"
+    )
+    (tmp_path / "two.py").write_text(
+        "from argosy.envs import ToolEnv\nclass A(ToolEnv): ...\nclass B(ToolEnv): ...\nDATA = {}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    env = make_env("./mine.py:Mine")
+    assert env.reset(seed=0)[0] == "go" and env.top == 3  # type: ignore[attr-defined]
+    assert type(make_env("mine.py")) is type(make_env(f"{tmp_path}/mine.py")) is type(env), "executed once"
+    for name, why in (
+        ("two.py", "must define one ToolEnv or be given with one; its environments are A, B"),
+        ("two.py:C", "has no 'C'; its environments are A, B"),
+        ("two.py:DATA", "dict"),
+        ("three.py", "there is no file .*three.py"),
+        ("beside_it.py", "it defines no ToolEnv"),
+    ):
+        with pytest.raises((UnknownEnvironment, TypeError), match=why):
+            make_env(name)
 
 
 def test_names_a_user_chooses_do_not_collide_with_ours() -> None:

@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 import pytest
-from argosy.envs import Tool, ToolError, tool
+from argosy.envs import Tool, ToolCall, ToolError, tool
 
 
 class Desk:
@@ -70,6 +70,7 @@ def test_defaults_are_not_shared_between_calls() -> None:
         ({}, "path is missing"),
         ({"path": 3}, "path: input should be a valid string"),
         ({"path": "a", "mode": "append"}, "mode: input should be 'insert' or 'replace'"),
+        ({"path": "a", "share": float("nan")}, "share: input should be a finite number"),
         ({"path": "a", "lines": 3}, "there is no argument lines"),
         ({"path": "a", "tags": ["x", 1]}, "tags.1: input should be a valid string"),
         (["a"], "arguments must be a JSON object"),
@@ -93,6 +94,33 @@ def test_a_parameter_without_a_type_is_refused_at_once() -> None:
 
     with pytest.raises(ValueError, match="tool go: parameter 'where' needs a type hint"):
         Tool.of(Sloppy.go)
+
+
+def test_a_type_without_a_schema_is_refused_at_once() -> None:
+    class Sloppy:
+        @tool
+        def go(self, where: object.__class__.__base__.__subclasses__) -> None: ...  # type: ignore[name-defined]
+
+        @tool
+        def come(self, where: "NoSuchType") -> None: ...  # type: ignore[name-defined] # noqa: F821
+
+    with pytest.raises(ValueError, match="tool go: a parameter's type hint cannot be made into a JSON schema"):
+        Tool.of(Sloppy.go)
+    with pytest.raises(ValueError, match=r"tool come: .*name 'NoSuchType' is not defined"):
+        Tool.of(Sloppy.come)
+
+
+def test_a_call_as_a_model_writes_it() -> None:
+    call = ToolCall("edit", {"path": "ä.py", "line": 1})
+    assert str(call) == '<tool_call>\n{"name": "edit", "arguments": {"path": "ä.py", "line": 1}}\n</tool_call>'
+
+
+def test_a_tool_that_others_describe_passes_arguments_on() -> None:
+    described = Tool.described("find", "Find.", {"properties": {"word": {"type": "string"}, "n": {}}}, print)
+    assert described.signature == "find(word: string, n: any)"
+    assert described.bind({"anything": [1]}) == {"anything": [1]}
+    with pytest.raises(ToolError, match="must be a JSON object"):
+        described.bind("word")
 
 
 def test_awkward_parameter_names_work() -> None:
