@@ -30,13 +30,15 @@ class SandboxPool:
     def __init__(self, size: int = 4, spec: SandboxSpec = DEFAULT_SPEC):
         self.size, self.spec = size, spec
         self._places = asyncio.Semaphore(size)
-        self._taken = 0
+        self._taken = 0  # places, of those in use and of those being added
+        self._adding = 0
         self._starting = asyncio.Semaphore(_STARTS)
         self._idle: list[Sandbox] = []
         self._unused: weakref.WeakSet[Sandbox] = weakref.WeakSet()
         self._started: list[Sandbox] = []
         self._ready = 0
-        self._refills: set[asyncio.Task[None]] = set()
+        self._fresh_wanted = False
+        self._refills: set[asyncio.Task[bool]] = set()
         self._closed = False
 
     @classmethod
@@ -46,14 +48,18 @@ class SandboxPool:
         return pools.setdefault((size, spec), cls(size, spec))
 
     async def warm(self, count: int | None = None) -> None:
-        """Start `count` (None: all), and from now on keep as many waiting, as far as the size allows: `acquire` is
-        instant then, also of a `fresh` one."""
+        """Start `count` (None: all), and from now on keep as many waiting, as far as the size allows.
+
+        `acquire` is instant then; in a pool that is asked for `fresh` ones, half of those that wait are.
+        """
         self._ready = self.size if count is None else min(count, self.size)
         self._refill()
-        await asyncio.gather(*self._refills)
+        while self._refills:
+            await asyncio.gather(*self._refills)
 
     async def acquire(self, timeout: float = 60.0, fresh: bool = False) -> Sandbox:
         """A clean sandbox, for the caller alone until `release`; `fresh` wants one that nobody had before."""
+        self._fresh_wanted |= fresh
         try:
             async with asyncio.timeout(timeout):
                 await self._take_place()
@@ -72,6 +78,8 @@ class SandboxPool:
     async def release(self, sandbox: Sandbox) -> None:
         """Give it back, in whatever state it is; the caller may not use it any more."""
         try:
+            if self._used_waiting() >= self._used_allowed():
+                sandbox.kill()  # a new one takes its place
             if sandbox.alive and not self._closed:
                 await sandbox.reset()
         except SandboxGone:
@@ -157,24 +165,46 @@ class SandboxPool:
         self._started = [*(other for other in self._started if not other.ended), sandbox]
         return sandbox
 
+    def _used_waiting(self) -> int:
+        return sum(sandbox not in self._unused for sandbox in self._idle)
+
+    def _used_allowed(self) -> int:
+        """How many may wait that were used before."""
+        return self._ready // 2 if self._fresh_wanted and self._ready else self.size
+
     def _refill(self) -> None:
         """Start what is missing of the ones that should wait, in the background."""
-        room = self.size - self._taken - len(self._idle)
-        for _ in range(min(room, self._ready - len(self._idle)) - len(self._refills)):
+        if self._closed:
+            return
+        while self._used_waiting() > self._used_allowed():
+            sandbox = next(sandbox for sandbox in self._idle if sandbox not in self._unused)
+            self._idle.remove(sandbox)
+            sandbox.kill()
+        in_use = self._taken - self._adding
+        for _ in range(min(self._ready, self.size - in_use) - len(self._idle) - len(self._refills)):
             task = asyncio.create_task(self._add())
             self._refills.add(task)
-            task.add_done_callback(self._refills.discard)
+            task.add_done_callback(self._added)
 
-    async def _add(self) -> None:
-        """A place is taken meanwhile, so that there are never more than `size`."""
+    async def _add(self) -> bool:
+        """Whether it went well. A place is taken meanwhile, so that there are never more than `size`."""
         await self._take_place()
+        self._adding += 1
         try:
             if len(self._idle) + self._taken <= self.size and len(self._idle) < self._ready and not self._closed:
                 self._idle.append(await self._start())
         except SandboxUnavailable as error:
             _log.warning("a sandbox could not be started ahead of need: %s", error)
+            return False
         finally:
+            self._adding -= 1
             self._give_place_back()
+        return True
+
+    def _added(self, task: asyncio.Task[bool]) -> None:
+        self._refills.discard(task)
+        if not task.cancelled() and task.exception() is None and task.result():
+            self._refill()  # others may have been passed over for want of a place
 
 
 async def close_shared_pools() -> None:
