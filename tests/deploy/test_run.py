@@ -19,7 +19,7 @@ TRACES_OF_A_RUN = ("argosy-engine-*", "argosy-*.sock")
 def leftovers() -> set[object]:
     """What a run could leave outside its folder: sockets, temporary folders, shared memory, sandboxes."""
     found = {path for pattern in TRACES_OF_A_RUN for path in Path(tempfile.gettempdir()).glob(pattern)}
-    return found | set(Path("/dev/shm").iterdir()) | set(processes_about("/run/guest.py"))
+    return found | set(Path("/dev/shm").iterdir()) | set(processes_about("from guest.main import main"))
 
 
 @pytest.fixture(scope="module")
