@@ -6,7 +6,7 @@ chosen by a hash) never occurs in training: not as what is wanted, not as a bug,
 
 Levels: 1 is one function in one file with a wrong operator or constant; 2 is two functions in one file, each with a
 bug; 3 is the same in two files that have to be read first; 4 (repair_library.py) is ordinary functions with ordinary
-bugs.
+bugs; 5 (repair_package.py) is a package of others, from a folder made by the task factory.
 """
 
 import hashlib
@@ -66,10 +66,21 @@ class Function:
         return f"def {self.name}(x):\n    {self.broken}\n"
 
 
-def repair(level: int = 1, split: str = "train") -> "Repair":
-    """The environment `argosy/repair`; ValueError for a level or a split that does not exist."""
-    if level not in (1, 2, 3, 4) or split not in ("train", "held_out"):
-        raise ValueError(f"repair has levels 1 to 4 and splits train, held_out; not level {level}, split {split!r}")
+def repair(level: int = 1, split: str = "train", source: str | None = None) -> ToolEnv:
+    """The environment `argosy/repair`; ValueError for a level or a split that does not exist.
+
+    `source`, for level 5, is a folder that `argosy tasks make` wrote.
+    """
+    if level not in (1, 2, 3, 4, 5) or split not in ("train", "held_out"):
+        raise ValueError(f"repair has levels 1 to 5 and splits train, held_out; not level {level}, split {split!r}")
+    if (level == 5) != (source is not None):
+        raise ValueError(
+            "level 5, and no other, needs source: a folder made by `argosy tasks make PACKAGE --out FOLDER`"
+        )
+    if source is not None:
+        from .repair_package import RepairPackage
+
+        return RepairPackage(split, source)
     if level == 4:
         from .repair_library import RepairLibrary
 

@@ -5,6 +5,7 @@ together they run every line.
 """
 
 # ruff: noqa: RUF005, SIM102, SIM108
+# mypy: disable-error-code="var-annotated"
 
 from typing import Any
 

@@ -75,7 +75,7 @@ class RepairLibrary(RepairProject):
         self.max_turns = TURNS
         self.exercises: list[Exercise] = []
 
-    async def setup(self, seed: int, options: dict[str, Any]) -> str:
+    async def setup(self, seed: int, options: dict[str, Any]) -> str:  # type: ignore[override]
         rng = random.Random(f"{self.split} {self.level} {seed}")
         chosen = rng.sample(names(self.split), PER_EPISODE)
         self.exercises = [Exercise(name, file) for name, file in zip(chosen, _FILES)]
@@ -140,12 +140,12 @@ class LibraryExpert:
         last = messages[-1]
         answer = str(last["content"])
         if last["role"] == "user" or answer == "ok" or answer.startswith("Error"):
-            return _call("run_tests")
+            return call("run_tests")
         if answer == "passed" or self._rng.random() > self.persists:
-            return _call("submit")
+            return call("submit")
         if last.get("name") == "run_tests":
             self._failing = next(each for each in self._env.exercises if answer.startswith(each.name + "("))
-            return _call("read_file", file=self._failing.file)
+            return call("read_file", file=self._failing.file)
         return self._repair(self._failing or self._env.exercises[0])
 
     def _repair(self, exercise: Exercise) -> str:
@@ -158,10 +158,10 @@ class LibraryExpert:
         pairs = zip(lines[start:], goal.splitlines())
         changed = [(start + i, wanted) for i, (line, wanted) in enumerate(pairs, 1) if line != wanted]
         if not changed:
-            return _call("run_tests")
+            return call("run_tests")
         line, wanted = self._rng.choice(changed)
-        return _call("edit", file=exercise.file, line=line, text=wanted.strip())
+        return call("edit", file=exercise.file, line=line, text=wanted.strip())
 
 
-def _call(name: str, **arguments: Any) -> str:
+def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"

@@ -36,12 +36,13 @@ FORMAT = 1
 SPARE = 2  # of a few mutations, so many are noticed by no test
 TELLING = 16  # characters
 SECONDS = 120.0  # of grading; the tests of a file take ten at most
+HOW = "Tests that you cannot see decide. Run those that you can with `sh .argosy/test.sh`, or only some of its files."
 _TEST_COMMAND = """cd "$(dirname "$0")/.." || exit 2
 export PYTHONPATH="${{PYTHONPATH:+$PYTHONPATH:}}$PWD/{archive}:$PWD/{path}"
 export PYTHONNOUSERSITE=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 exec python3 -B -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q -rpfE --show-capture=no "$@"
 """
-_ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")  # another in every process
+_ADDRESS = re.compile(r"x[0-9a-f]{8,16}\b")  # another in every process
 _ARCHIVE, _SCRIPT = ".argosy/pytest.zip", ".argosy/test.sh"
 
 
@@ -190,7 +191,7 @@ def family(package: str, mutations: Break) -> str:
 
 def instruction(package: Package, mutations: Break, failing: int, example: tuple[str, str], hint: Hint) -> str:
     """A report of what goes wrong, as somebody would write it who does not know why."""
-    code, message = (_ADDRESS.sub("0x...", textwrap.dedent(part).strip("\n")) for part in example)
+    code, message = (_ADDRESS.sub("x...", textwrap.dedent(part).strip("\n")) for part in example)
     several = len(mutations) > 1
     parts = [f"{package.name} {package.version} does not do what it should. This worked before:"]
     parts += [textwrap.indent(_last_lines(code, 20), "    ")] if code else []
@@ -203,10 +204,7 @@ def instruction(package: Package, mutations: Break, failing: int, example: tuple
     elif hint == Hint.FUNCTION:
         where = f"in {', '.join(f'{mutation.function} ({file})' for file, mutation in mutations)}"
     what = f"There are {len(mutations)} mistakes {where}: find and repair them" if several else ""
-    parts.append(
-        f"{what or f'There is a mistake {where}: find and repair it'}, and change nothing else. Tests that you cannot "
-        f"see decide. Run those that you can with `sh {_SCRIPT}`, followed by their files if you like."
-    )
+    parts.append(f"{what or f'There is a mistake {where}: find and repair it'}, and change nothing else.")
     return "\n\n".join(parts)
 
 
@@ -287,7 +285,7 @@ def _task(package: Package, bug: Bug, archive: bytes, sandbox: SandboxSpec, orig
         id=_id(package, bug.mutations),
         stages=(
             Stage(
-                instruction=bug.instruction,
+                instruction=f"{bug.instruction}\n\n{HOW}",
                 files=given,
                 grading=Grading(
                     command=f"sh {_SCRIPT} {' '.join(judging)}",
