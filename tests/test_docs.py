@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,20 @@ def blocks(document: str, language: str) -> list[str]:
 
 
 def test_the_environment_in_the_documents_runs(tmp_path: Path) -> None:
-    environment, by_hand, *_ = blocks("docs/environments.md", "python")
+    environment, by_hand, *others = blocks("docs/environments.md", "python")
+    elsewhere = textwrap.dedent(next(block for block in others if "replay" in block))
     assert len(environment.splitlines()) < 60
     (tmp_path / "guess.py").write_text(environment)
     check = "from gymnasium.utils.env_checker import check_env\nfrom guess import Guess\n"
     check += "check_env(Guess(), skip_render_check=True)"
-    for script in (by_hand, check):
+    for script in (by_hand, elsewhere, check):
         ended = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert ended.returncode == 0, ended.stderr
+    command = [sys.executable, "-m", "argosy.deploy.cli", "envs", "check", "guess.py"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for shown in ("same seed, same episode", "begin alike", "random 0"):
+        assert shown in ended.stdout
 
 
 def test_the_recipe_in_the_documents_is_valid(tmp_path: Path) -> None:
@@ -36,7 +43,7 @@ def test_the_recipe_in_the_documents_is_valid(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "argosy.deploy.cli", "config", "guess.yaml"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": "."})
     assert ended.returncode == 0, ended.stderr
-    assert "guess:Guess" in ended.stdout
+    assert f"{tmp_path}/guess.py:Guess" in ended.stdout
 
 
 def test_the_recipe_and_the_objective_about_learning_are_valid(tmp_path: Path) -> None:
@@ -56,7 +63,15 @@ def test_the_recipe_and_the_objective_about_learning_are_valid(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/environments.md", "docs/algorithms.md"]
+    "document",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "docs/environments.md",
+        "docs/algorithms.md",
+        "examples/README.md",
+    ],
 )
 def test_links_lead_somewhere(document: str) -> None:
     text = (ROOT / document).read_text()
