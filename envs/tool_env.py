@@ -29,6 +29,7 @@ from .tools import Tool, ToolCall, as_text, is_tool
 T = TypeVar("T")
 Message = dict[str, Any]
 """{"role": "system" | "user" | "assistant" | "tool", "content": text}; "name" on a tool's answer."""
+Opening = str | list[Message]
 
 _PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
 _LONGEST_TEXT = 1_000_000
@@ -105,8 +106,9 @@ class ToolEnv(gymnasium.Env[str, str]):
 
     # What a user writes. Each may be `async def` or `def`.
 
-    def setup(self, seed: int, options: dict[str, Any]) -> str | Awaitable[str]:
-        """Build the world for this seed, and nothing but this seed; return the opening user message."""
+    def setup(self, seed: int, options: dict[str, Any]) -> Opening | Awaitable[Opening]:
+        """Build the world for this seed, and nothing but this seed; return the opening user message (or several
+        messages, of a conversation that has begun)."""
         raise NotImplementedError(f"{type(self).__name__} must define setup(seed, options)")
 
     def grade(self) -> Grade | Awaitable[Grade]:
@@ -153,7 +155,8 @@ class ToolEnv(gymnasium.Env[str, str]):
         self.__finished, self.__grade, self.__running = False, None, True
         opening = await _resolve(self.setup(seed, dict(options or {})))
         system = [{"role": "system", "content": self.system}] if self.system else []
-        messages = [*system, {"role": "user", "content": opening}]
+        said: list[Message] = [{"role": "user", "content": opening}] if isinstance(opening, str) else opening
+        messages = [*system, *said]
         self.__begun = {"seed": seed, "options": dict(options or {}), "opening": messages}
         return messages
 

@@ -25,6 +25,7 @@ _TELLING = 20  # characters: a shorter reference stands in many a prompt by chan
 class Question:
     id: str
     messages: list[Message]
+    """What is said after the environment's `system` and before the answer."""
     score: Callable[[str], Awaitable[float]]
     """The reward of an answer."""
     reference: str | None = None
@@ -45,14 +46,9 @@ class AnswerEnv(ToolEnv):
         """How many different questions there are, if anybody knows."""
         return None
 
-    async def setup(self, seed: int, options: dict[str, Any]) -> str:
+    async def setup(self, seed: int, options: dict[str, Any]) -> list[Message]:
         self._question, self._said = await self.question(seed), ""
-        return self._question.messages[-1]["content"]
-
-    async def start(self, seed: int | None = None, options: dict[str, Any] | None = None) -> list[Message]:
-        messages = await super().start(seed, options)
-        messages[:] = self._question.messages  # in place: a checkpoint holds the same list
-        return messages
+        return self._question.messages
 
     def reply(self, content: str) -> str:
         self._said = content

@@ -79,8 +79,7 @@ class Jsonl(AnswerEnv):
         with self.path.open("rb") as file:
             file.seek(index.places[at])
             row = _row(file.readline(), self.path, index.lines[at], self.checker)
-        opening = [{"role": "system", "content": self.system}] if self.system else []
-        opening += row["messages"] or [{"role": "user", "content": row["prompt"]}]
+        opening = row["messages"] or [{"role": "user", "content": row["prompt"]}]
         name = f"{self.path.name}:{index.lines[at]}" if row["id"] is None else str(row["id"])
         return Question(name, opening, lambda answer: self.checker.score(answer, row), self.checker.reference(row))
 

@@ -44,8 +44,7 @@ class ReasoningGym(AnswerEnv):
     async def question(self, seed: int) -> Question:
         # Some make a puzzle in seconds, and importing all of them takes seconds too.
         at, entry = await asyncio.to_thread(self._entry, seed)
-        opening = [{"role": "system", "content": self.system}] if self.system else []
-        opening.append({"role": "user", "content": entry["question"]})
+        opening = [{"role": "user", "content": entry["question"]}]
         reference = entry["answer"] if isinstance(entry["answer"], str) else None
 
         async def score(answer: str) -> float:
