@@ -21,7 +21,7 @@ from typing import Literal
 
 from ..errors import SandboxGone, SandboxUnavailable
 from . import containers, docker_images
-from .docker_engine import NoProcess, Stream, address, call, engine, is_trouble, no_answer
+from .docker_engine import NoProcess, Stream, address, call, engine, is_trouble, unavailable
 from .docker_files import Files
 from .docker_shell import KEEPER, WARDEN, Ended, Shell, ShellRefused, Warden
 from .reaper import reap_sometimes
@@ -58,7 +58,7 @@ class DockerSandbox(Sandbox):
         except Exception as error:
             if isinstance(error, SandboxUnavailable) or not is_trouble(error):
                 raise
-            raise no_answer(error) from error
+            raise unavailable(error, f"image {spec.image} cannot be had") from error
         sandbox = cls(spec, image, user)
         await sandbox._start()
         return sandbox
@@ -126,7 +126,7 @@ class DockerSandbox(Sandbox):
     def kill(self) -> None:
         self._alive = False
         self._let_go()
-        if not self._ended:
+        if not self._ended and self._container:
             self._ended = True
             _discard(self._container)
 
@@ -170,8 +170,6 @@ class DockerSandbox(Sandbox):
     # The container's life.
 
     async def _start(self) -> None:
-        from docker.errors import APIError
-
         loop = asyncio.get_running_loop()
         async with _starting.setdefault(loop, asyncio.Semaphore(_STARTS)):
             creating = asyncio.ensure_future(call(containers.create, self._image, self.spec, self._user))
@@ -185,8 +183,8 @@ class DockerSandbox(Sandbox):
                 if not creating.done():  # cancelled, but the engine makes it all the same
                     creating.add_done_callback(_discard_made)
                 self.kill()
-                if isinstance(error, APIError | TimeoutError | SandboxGone):
-                    raise SandboxUnavailable(f"no container of {self.spec.image} can be started: {error}") from error
+                if isinstance(error, Exception) and is_trouble(error):
+                    raise unavailable(error, f"no container of {self.spec.image} can be started") from error
                 raise
 
     async def _remove(self) -> None:

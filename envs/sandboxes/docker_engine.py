@@ -59,6 +59,13 @@ def is_trouble(error: Exception) -> bool:
     return isinstance(error, kinds)
 
 
+def unavailable(error: Exception, what: str) -> SandboxUnavailable:
+    """What to tell when something could not be begun: `what`, unless it is the engine that is not there."""
+    from requests import ConnectionError
+
+    return no_answer(error) if isinstance(error, ConnectionError) else SandboxUnavailable(f"{what}: {error}")
+
+
 async def call(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
     return await asyncio.to_thread(functools.partial(function, *arguments, **options))
 
