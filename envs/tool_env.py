@@ -153,9 +153,9 @@ class ToolEnv(gymnasium.Env[str, str]):
             seed = int(self.np_random.integers(2**31))
         self.__begun, self.__turns = {}, []
         self.__finished, self.__grade, self.__running = False, None, True
-        opening = await _resolve(self.setup(seed, dict(options or {})))
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        said: list[Message] = [{"role": "user", "content": opening}] if isinstance(opening, str) else opening
+        opening: Opening = await _resolve(self.setup(seed, dict(options or {})))
+        system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        said = [{"role": "user", "content": opening}] if isinstance(opening, str) else opening
         messages = [*system, *said]
         self.__begun = {"seed": seed, "options": dict(options or {}), "opening": messages}
         return messages
