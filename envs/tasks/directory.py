@@ -9,7 +9,7 @@ Invariant: the agent gets the stub and the instructions; tests and example arriv
 
 import ast
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..sandboxes import SandboxSpec
@@ -68,14 +68,17 @@ def _exercism(folder: Path, sandbox: SandboxSpec) -> Task:
     ]
     told = [text(file).strip() for file in instructions if file.exists() or file.name == "instructions.md"]
     stub = {name: content(folder / name) for name in solution}
-    beside = {file.name: content(file) for file in sorted(folder.iterdir()) if file.is_file() and file.name not in stub}
+    given = stub | {name: content(folder / name) for name in editor}
+    beside = {
+        file.name: content(file) for file in sorted(folder.iterdir()) if file.is_file() and file.name not in given
+    }
     return Task(
         id=f"{folder.parent.name}/{folder.name}",
         stages=(
             Stage(
                 instruction="\n\n".join([*told, f"Write your solution in {', '.join(solution)}."]),
-                files=stub | {name: content(folder / name) for name in editor},
-                grading=_grading(beside | {name: content(folder / name) for name in tests}, tests, config),
+                files=given,
+                grading=_grading(beside | {name: content(folder / name) for name in tests}, tests, config, editor),
                 solution=Solution({name: content(folder / source) for name, source in zip(solution, example)}),
             ),
         ),
@@ -124,7 +127,8 @@ def _quixbugs(program: Path, sandbox: SandboxSpec) -> Task:
     )
 
 
-def _grading(files: dict[str, bytes], tests: list[str], where: Path) -> Grading:
+def _grading(files: dict[str, bytes], tests: list[str], where: Path, given: Sequence[str] = ()) -> Grading:
+    """`given`: what the agent may read and tests rely on."""
     names = []
     for file in tests:
         try:
@@ -137,6 +141,6 @@ def _grading(files: dict[str, bytes], tests: list[str], where: Path) -> Grading:
         command=f"python3 {_RUNNER} {SECONDS - 10:g} {' '.join(tests)}",
         files=files | {_RUNNER: content(Path(__file__).with_name("run_tests.py"))},
         verdict=NamedTests(tuple(names)),
-        protected=(*tests, ".argosy/**"),
+        protected=(*tests, *given, ".argosy/**"),
         seconds=SECONDS,
     )
