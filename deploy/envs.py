@@ -30,7 +30,7 @@ Settings = Annotated[list[str] | None, typer.Argument(help="Arguments of its con
 READS_CALLS = "argosy.actors.tool_calls:parse"
 STYLE = {"pass": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 LONGEST = 600  # characters of a message that is shown
-MESSAGES = 6
+MESSAGES = 4  # after the opening
 
 
 @envs_app.command("list")
@@ -82,20 +82,20 @@ def _rendered(report: Report, conversation: str, tokens: dict[str, int] | None) 
     verdict = "Fit for training." if not counts else ", ".join(f"{n} {status}" for status, n in counts.items())
     parts: list[RenderableType] = [table]
     if conversation:
-        size = f" ({tokens['prompt']} tokens before its first word, {tokens['episode']} in all)" if tokens else ""
+        size = f" ({tokens['prompt']} tokens before its first word, {tokens['episode']} as shown)" if tokens else ""
         parts.insert(0, Panel(Text(conversation), title=f"what the model sees{size}", title_align="left"))
     return [*parts, Text(verdict, style=STYLE["fail" if not report.ok else "warn" if counts else "pass"])]
 
 
 def _texts(report: Report, chat: Chat | None) -> tuple[str, str]:
-    """The opening, and the episode so far as it is shown, as the model would see them."""
-    if not report.messages:
+    """The opening, and with it as much of an episode as is shown, as the model would see them."""
+    if not report.opening:
         return "", ""
-    opening = [m for m in report.messages[:2] if m["role"] in ("system", "user")]
-    shown = [{**message, "content": _clipped(str(message["content"]))} for message in report.messages[:MESSAGES]]
+    said = report.opening + report.episode[:MESSAGES]
+    shown = [{**message, "content": _clipped(str(message["content"]))} for message in said]
     if chat is None:
-        return _template(opening, report.tools), _template(shown, report.tools)
-    prompt, episode = (chat.decode(chat.opening(m, report.tools).ids) for m in (opening, shown))
+        return _template(report.opening, report.tools), _template(shown, report.tools)
+    prompt, episode = (chat.decode(chat.opening(m, report.tools).ids) for m in (report.opening, shown))
     return prompt, episode
 
 

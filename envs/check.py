@@ -31,8 +31,10 @@ class Report:
     env: str
     findings: list[Finding]
     tools: list[dict[str, Any]] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
-    """An episode as the model would see it: the expert's, else a random one."""
+    opening: list[Message] = field(default_factory=list)
+    """What the model would see before its first word."""
+    episode: list[Message] = field(default_factory=list)
+    """What follows: the expert's words, else random ones, and the answers."""
 
     @property
     def ok(self) -> bool:
@@ -57,7 +59,7 @@ def check(
         return Report(env, [findings.not_loaded(failure)])
     elsewhere, stuck = _probe({**request, "seeds": played["seeds"], "thorough": False}, "1", say)
     found = findings.of(played, stuck or findings.elsewhere(played, elsewhere))
-    return Report(env, list(found), played["tools"], findings.conversation(played["first"]))
+    return Report(env, list(found), played["tools"], *findings.conversation(played["first"]))
 
 
 def _probe(request: dict[str, Any], hash_seed: str, say: Callable[[str], None]) -> tuple[Any, Finding | None]:

@@ -222,15 +222,15 @@ def _gymnasium(complaints: Sequence[str]) -> Finding:
     return Finding("gymnasium's check_env", "pass", "no complaints")
 
 
-def conversation(first: Sequence[Episode]) -> list[Message]:
-    """An episode as messages: the expert's, else a random one."""
-    for episode in reversed(first):
-        if episode["policy"] != "odd" and "opening" in episode:
-            messages = list(episode["opening"])
-            for said, turn in zip(episode["said"], episode["turns"]):
-                messages += [{"role": "assistant", "content": said}, *turn["messages"]]
-            return messages
-    return []
+def conversation(first: Sequence[Episode]) -> tuple[list[Message], list[Message]]:
+    """How an episode opens, and how it goes on: the expert's, else a random one."""
+    shown = next((one for one in reversed(first) if one["policy"] != "odd" and "opening" in one), None)
+    if shown is None:
+        return [], []
+    messages: list[Message] = []
+    for said, turn in zip(shown["said"], shown["turns"]):
+        messages += [{"role": "assistant", "content": said}, *turn["messages"]]
+    return shown["opening"], messages
 
 
 def _difference(one: Sequence[Episode], other: Sequence[Episode]) -> str:

@@ -58,7 +58,7 @@ class TextGame(ToolEnv):
         return _COLOUR.sub(r"[\2]", picture).strip("\n") if isinstance(picture, str) else str(observation)
 
     @property
-    def playing(self) -> gymnasium.Env[Any, Any]:
+    def playing(self) -> Any:
         """The game itself, without wrappers; for experts and graders."""
         assert self.__game is not None
         return self.__game.unwrapped
