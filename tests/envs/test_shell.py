@@ -61,6 +61,8 @@ def test_whatever_the_syntax_the_shell_goes_on(run: Any, sandbox: Sandbox) -> No
         ("", 0, ""),
         ("echo 'a\r\nb' | od -c | head -1; echo $kept", 0, "0000000   a  \\r  \\n   b  \\n\nyes\n"),
         ("echo " + "x" * 300_000 + " | wc -c", 0, "300001\n"),
+        ("printf() { echo mine; }; read() { echo mine; }; eval() { echo mine; }", 0, ""),
+        ("printf x; read; eval x; unset -f printf read eval", 0, "mine\nmine\nmine\n"),
         ("exit 4", 4, "trapped\n"),
         ("echo $kept.", 0, ".\n"),
     ]
@@ -87,7 +89,7 @@ def test_a_command_may_end_the_shell_and_the_next_gets_another(run: Any, sandbox
 
 
 def test_a_fresh_shell_knows_nothing_of_the_old(run: Any, sandbox: Sandbox) -> None:
-    poison = "exit() { :; }; kill() { :; }; builtin() { :; }; test() { return 0; }; trap 'echo no' EXIT"
+    poison = "exit() { :; }; kill() { :; }; printf() { :; }; test() { return 0; }; trap 'echo no' EXIT"
     run(sandbox.exec(poison + "; (while sleep 0.1; do echo noise; done) & sleep 99 & PATH=/tmp; cd /tmp"))
     assert run(sandbox.exec("pwd; test a = b; echo $?; sleep 0.4", fresh=True)) == Result(0, "/workspace\n1\n")
     assert "sleep" in run(sandbox.exec("cat /proc/[0-9]*/comm")).output, "what runs in the background goes on"

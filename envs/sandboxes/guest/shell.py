@@ -20,10 +20,10 @@ _TALK, _TEXT = 250, 251  # its descriptors; high, so that nobody takes them by a
 # nobody read before. The inner loop keeps `break` and `continue` from ending the outer one. It is one line, so that
 # messages name the command's. If anything fails here, the shell ends, which is an answer too.
 _DRIVER = (
-    f"while read -r -u {_TALK} && IFS= read -r -d '' -u {_TEXT}; do "
-    f'for REPLY in "$REPLY"; do eval "$REPLY"; done {_TALK}>&- {_TEXT}<&-; '
-    f"{{ _status=$?; IFS= read -r -d '' -u {_TEXT} && printf '%s %s\\n' \"$_status\" \"$REPLY\" >&{_TALK}; }} "
-    f"2>/dev/null || exit; done"
+    f"while builtin read -r -u {_TALK} && IFS= builtin read -r -d '' -u {_TEXT}; do "
+    f'for REPLY in "$REPLY"; do builtin eval "$REPLY"; done {_TALK}>&- {_TEXT}<&-; '
+    f"{{ _status=$?; IFS= builtin read -r -d '' -u {_TEXT} && "
+    f'builtin printf \'%s %s\\n\' "$_status" "$REPLY" >&{_TALK}; }} 2>/dev/null || exit; done'
 )
 
 
