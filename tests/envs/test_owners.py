@@ -14,7 +14,7 @@ from typing import Any
 import docker
 import pytest
 from argosy.envs import SandboxSpec
-from argosy.envs.sandboxes import containers
+from argosy.envs.sandboxes import containers, reaper
 from argosy.envs.sandboxes.owners import Owner
 
 ARGOSY = str(Path(sys.executable).with_name("argosy"))
@@ -57,12 +57,16 @@ def start(docker_image: str) -> Iterator[Start]:
     for process in started:
         process.kill()
         process.wait()
-    subprocess.run([ARGOSY, "sandbox", "reap"], check=True, timeout=60)
+    reaper.reap()
 
 
-def argosy_sandbox(*arguments: str) -> list[dict[str, Any]]:
+def command_line(*arguments: str) -> list[dict[str, Any]]:
     command = [ARGOSY, "sandbox", *arguments, "--json"]
     return json.loads(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
+
+
+def of_run(run: str) -> list[reaper.Held]:
+    return [one for one in reaper.held() if one.run == run]
 
 
 def control_groups(pid: int) -> list[str]:
@@ -73,27 +77,26 @@ def control_groups(pid: int) -> list[str]:
 def test_kill_9_of_every_owner_leaves_nothing_behind(start: Start, processes_with: Any, eventually: Any) -> None:
     ours, theirs = f"run-{uuid.uuid4()}", f"run-{uuid.uuid4()}"
     (first, container, mark), (second, sibling, kept) = start(ours), start(theirs)
-    listed = [(one["backend"], one["owner"]) for one in argosy_sandbox("ls") if one["run"] == ours]
+    listed = [(one["backend"], one["owner"]) for one in command_line("ls") if one["run"] == ours]
     assert sorted(listed) == [("bubblewrap", first.pid), ("docker", first.pid)]
 
     first.kill()
     first.wait()
     eventually(lambda: not processes_with(mark))  # the warden saw its owner go; only the idle container is left
-    [left] = [one for one in argosy_sandbox("ls") if one["run"] == ours]
-    assert left["id"] == container and left["abandoned"]
-    removed = [one["id"] for one in argosy_sandbox("reap")]
+    [left] = of_run(ours)
+    assert left.id == container and left.abandoned
+    removed = [one.id for one in reaper.reap()]
     assert container in removed and sibling not in removed
-    assert not [one for one in argosy_sandbox("ls") if one["run"] == ours]
-    assert not control_groups(first.pid)
+    assert not of_run(ours) and not control_groups(first.pid)
     assert second.poll() is None and processes_with(kept), "a living run's are not touched"
 
     second.kill()
     second.wait()
     third, _, _ = start(ours)  # the next start of anybody's, without a word from us
-    eventually(lambda: sibling not in [one["id"] for one in argosy_sandbox("ls")])
+    eventually(lambda: sibling not in [one.id for one in reaper.held()])
 
-    assert len(argosy_sandbox("reap", "--all-of", ours)) >= 2
-    assert not [one for one in argosy_sandbox("ls") if one["run"] == ours]
+    assert len(command_line("reap", "--all-of", ours)) >= 2
+    assert not of_run(ours)
     third.wait(30)  # its calls ended with an error, at once
 
 
