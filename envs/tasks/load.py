@@ -10,17 +10,16 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ..sandboxes import SandboxSpec
 from ..sources.order import check_split, in_split
 from . import directory, factory, harbor, swebench, terminal_bench
+from .harbor import Backend
 from .reading import Problem
 from .task import Task
 
 log = logging.getLogger(__name__)
-
-Backend = Literal["bubblewrap", "docker"]
 
 
 @dataclass(frozen=True)

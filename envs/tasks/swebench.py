@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..sandboxes import Limits, SandboxSpec
-from .reading import Fields, Problem, text
+from .harbor import Backend
+from .reading import Fields, Problem
 from .repository import Repository
 from .task import Grading, NamedTests, Solution, Stage, Task, TestOutcomes
 
@@ -42,9 +43,7 @@ _ONE_COMMIT = (
 )
 
 
-def load(
-    path: Path, backend: Literal["bubblewrap", "docker"] | None, repository: Path | None
-) -> Iterator[Task | Problem]:
+def load(path: Path, backend: Backend | None, repository: Path | None) -> Iterator[Task | Problem]:
     """All rows of a .jsonl, .json or .parquet file, in their order."""
     try:
         clone = Repository(repository) if repository else None
@@ -70,16 +69,17 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
         rows = pyarrow.parquet.read_table(path).to_pylist()
     elif path.suffix == ".json":
         try:
-            rows = json.loads(text(path))
-        except json.JSONDecodeError as error:
+            rows = json.loads(path.read_bytes())
+        except ValueError as error:
             raise ValueError(f"{path} is not JSON: {error}") from None
     else:
-        for number, line in enumerate(text(path).splitlines(), 1):
-            if line.strip():
-                try:
-                    yield f"{path}:{number}", json.loads(line)
-                except json.JSONDecodeError as error:
-                    yield "", Problem(f"{path}:{number}", "", f"is not JSON: {error}")
+        with path.open("rb") as file:  # the large ones have hundreds of megabytes
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    try:
+                        yield f"{path}:{number}", json.loads(line)
+                    except ValueError as error:
+                        yield "", Problem(f"{path}:{number}", "", f"is not JSON: {error}")
         return
     yield from ((f"{path}[{number}]", row) for number, row in enumerate(rows))
 
@@ -97,7 +97,7 @@ class _Reading:
     hide: str = ""
 
 
-def _task(row: Fields, backend: Literal["bubblewrap", "docker"], clone: Repository | None) -> Task:
+def _task(row: Fields, backend: Backend, clone: Repository | None) -> Task:
     if clone is not None:
         return _from_clone(row, backend, clone)
     if backend != "docker":
@@ -281,7 +281,7 @@ def _r2e_solution(row: Fields) -> Solution | None:
     return Solution(files) if files else None
 
 
-def _from_clone(row: Fields, backend: Literal["bubblewrap", "docker"], clone: Repository) -> Task:
+def _from_clone(row: Fields, backend: Backend, clone: Repository) -> Task:
     """Everything as files: no image, no patch program, no git needed in the sandbox."""
     if backend != "bubblewrap":
         raise row.problem("repository", "files of a local repository are for bubblewrap; in Docker the image has them")
