@@ -77,7 +77,7 @@ def _probe(request: dict[str, Any], hash_seed: str, say: Callable[[str], None]) 
         )
         os.close(theirs)
         selector.register(ours, selectors.EVENT_READ)
-        doing, deadline, rest = "starting", time.monotonic() + START, b""
+        doing, seconds, deadline, rest = "starting", START, time.monotonic() + START, b""
         try:
             while selector.select(max(0.0, deadline - time.monotonic())):
                 if not (data := os.read(ours, 1 << 20)):
@@ -88,15 +88,18 @@ def _probe(request: dict[str, Any], hash_seed: str, say: Callable[[str], None]) 
                     if "result" in event:
                         process.wait(GRACE)
                         return event["result"], None
-                    doing, deadline = event["doing"], time.monotonic() + event["seconds"] + GRACE
+                    doing, seconds = event["doing"], event["seconds"]
+                    deadline = time.monotonic() + seconds + GRACE
                     say(doing)
             process.send_signal(signal.SIGUSR1)  # it says where it is
             time.sleep(0.5)
-            return None, findings.stuck(doing, request["seconds"], _tail(said))
+            return None, findings.stuck(doing, seconds, _tail(said))
         finally:
             for pid in [*descendants(process.pid), process.pid]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # whom a probe that died has left behind
             process.wait()
             os.close(ours)
 

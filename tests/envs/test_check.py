@@ -133,6 +133,7 @@ class Dawdles(Sound):
 
 class Dies(Sound):
     async def answer(self, number):
+        subprocess.Popen(["sleep", "98765.6"])
         os._exit(3)
 
 
