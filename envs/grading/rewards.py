@@ -12,12 +12,16 @@ from typing import Any
 
 from ..errors import InvalidGrade
 
-LARGEST = 1 << 16  # bytes of a reward file
+REWARDS = ("reward.json", "reward.txt")
+_LARGEST = 1 << 16  # bytes of a reward file
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 
 
 def read_reward(files: Mapping[str, bytes], least: float = 0.0, most: float = 1.0) -> dict[str, float]:
     """The numbers of reward.json, else of reward.txt: always with "reward", which is their mean if none is named so."""
+    for name, content in files.items():
+        if len(content) > _LARGEST:
+            raise InvalidGrade(f"{name} is larger than {_LARGEST} bytes")
     if "reward.json" in files:
         numbers = _flat(files["reward.json"])
     elif "reward.txt" in files:

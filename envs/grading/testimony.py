@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .reports import OUTCOMES, Outcome, worst
 
-LARGEST = 32 * 2**20  # bytes of a journal
+_LARGEST = 32 * 2**20  # bytes of a journal
 _WITNESS = Path(__file__).with_name("witness.py")
 
 
@@ -43,9 +43,7 @@ class Witness:
         self.name = f"_{secrets.token_hex(8)}"
         self.folder = f"/tmp/.{secrets.token_hex(8)}"
 
-    @property
-    def journal(self) -> str:
-        return f"{self.folder}/journal"
+        self.journal, self.log = f"{self.folder}/journal", f"{self.folder}/log"
 
     def files(self, agent: Iterable[str], tests: Iterable[str]) -> dict[str, bytes]:
         """`agent`: Python files that the agent made; `tests`: those that it must not read."""
@@ -71,6 +69,8 @@ def read_journal(content: bytes) -> Testimony:
     tests: list[tuple[str, Outcome]] = []
     fouls: list[str] = []
     reported: dict[int, list[str]] = {}
+    if len(content) > _LARGEST:
+        return Testimony(fouls=("wrote_journal",))
     for line in content.splitlines():
         try:
             pid, what, *rest = json.loads(line)

@@ -21,14 +21,13 @@ from ..errors import InvalidGrade
 from ..sandboxes import Result, Sandbox, SandboxSpec
 from ..tasks import RewardFile, Stage, Task
 from ..tool_env import Grade
-from .rewards import LARGEST as LARGEST_REWARD
-from .testimony import Testimony, Witness, read_journal
+from .rewards import REWARDS
+from .testimony import Witness, read_journal
 from .verdicts import Evidence, judge
-from .work import Work, absolute, difference
+from .work import Work, absolute, contents, difference
 
 _ROOMS = 2  # at once, per event loop: grading must not starve the episodes that are still being played
 _SETUP = 600.0  # seconds for a task's set-up
-_REWARDS = ("reward.json", "reward.txt")
 _NOT_WORK = ("**/.git/**", ".git/**", "**/__pycache__/**")
 
 _gates: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]" = weakref.WeakKeyDictionary()
@@ -48,8 +47,7 @@ async def grade(task: Task, stage: Stage, sandbox: Sandbox) -> Grade:
         if stage.grading.sandbox is None:
             await prepare(task, stage, room)
         work = difference(made, await room.snapshot(paths, _NOT_WORK), stage, task.sandbox.workdir)
-        await _remove(room, [*work.removed, *work.written])
-        await room.restore(work.archive(task.sandbox.workdir))
+        await _remove(room, work.removed)
         return await _verify(task, stage, room, work)
 
 
@@ -97,29 +95,39 @@ async def place(files: Mapping[str, bytes], sandbox: Sandbox) -> None:
 async def _verify(task: Task, stage: Stage, room: Sandbox, work: Work) -> Grade:
     grading, workdir, witness = stage.grading, task.sandbox.workdir, Witness()
     hidden = {absolute(path, workdir): content for path, content in grading.files.items()}
-    rewards = grading.verdict.folder if isinstance(grading.verdict, RewardFile) else None
-    await _remove(room, [*hidden, *([rewards] if rewards else [])])
+    rewards = [grading.verdict.folder] if isinstance(grading.verdict, RewardFile) else []
     agent = [path for path in work.contents if path.endswith(".py")]
-    await place(hidden | witness.files(agent, [path for path in hidden if path.endswith(".py")]), room)
-    if rewards:
-        await room.exec(f"mkdir -p {shlex.quote(rewards)}", fresh=True)
-    if grading.shared and await _linked(room, [*hidden, *([rewards] if rewards else [])], witness.folder):
+    ours = hidden | witness.files(agent, [path for path in hidden if path.endswith(".py")])
+    if grading.shared:
+        await _remove(room, [*hidden, *rewards])
+    await room.restore((work | Work.of(ours, workdir)).archive(workdir))
+    if grading.shared and await _linked(room, [*hidden, *rewards], witness.folder):
         return Grade(0.0, {"tampered": 1.0, "tampered/linked": 1.0})
-    log = f"{witness.folder}/log"
-    command = f"cd {shlex.quote(workdir)} && ( {witness.watch(grading.command)}\n) > {log} 2>&1"
-    result = await room.exec(command, timeout=grading.seconds, fresh=True)
+    command = f"cd {shlex.quote(workdir)} && (\n{witness.watch(grading.command)}\n) > {witness.log} 2>&1"
+    for folder in map(shlex.quote, rewards):
+        command = f"rm -rf {folder}; mkdir -p {folder}; {command}"
+    result = await room.exec(command, timeout=grading.seconds, fresh=grading.shared)
     if result.reason == "timeout":
         raise InvalidGrade(f"the verifier of {task.id} did not end within {grading.seconds:g} s")
-    await room.exec("kill -9 -1", fresh=True)  # nothing may still write while we read
-    evidence = Evidence(
-        result.exit,
-        (await _text(room, log)).decode(errors="replace"),
-        await _testimony(room, witness),
-        await _rewards(room, rewards),
-    )
+    evidence = await _evidence(room, result.exit, witness, [posixpath.join(*rewards, name) for name in REWARDS])
     if grading.shared:  # the agent may go on with the next stage
         await _remove(room, [witness.folder, *(path for path in hidden if not path.startswith(workdir + "/"))])
     return judge(grading.verdict, evidence)
+
+
+async def _evidence(room: Sandbox, exit: int, witness: Witness, rewards: list[str]) -> Evidence:
+    """All at once, and only regular files: a link or a fifo in place of a report is no report."""
+    try:
+        tar = await room.snapshot([witness.log, witness.journal, *rewards])
+    except OSError as error:
+        raise InvalidGrade(f"what the verifier left cannot be read: {error}") from None
+    found = contents(tar, room.spec.workdir)
+    return Evidence(
+        exit,
+        found.get(witness.log, b"").decode(errors="replace"),
+        read_journal(found.get(witness.journal, b"")),
+        {posixpath.basename(path): found[path] for path in rewards if path in found},
+    )
 
 
 @asynccontextmanager
@@ -147,38 +155,8 @@ async def _remove(room: Sandbox, paths: Iterable[str]) -> None:
 async def _linked(room: Sandbox, secrets: Iterable[str], folder: str) -> bool:
     """The agent left a link that ends at what only the judge has; into a clean room such a link is never carried."""
     await room.exec(f"find . -xdev -type l -exec readlink -f {{}} ';' > {folder}/links 2> /dev/null", fresh=True)
-    ends = (await _text(room, f"{folder}/links")).decode(errors="replace").splitlines()
-    return any(end == secret or end.startswith(secret + "/") for end in ends for secret in secrets)
-
-
-async def _text(room: Sandbox, path: str) -> bytes:
     try:
-        return await room.read(path)
+        ends = (await room.read(f"{folder}/links")).decode(errors="replace").splitlines()
     except OSError as error:
-        raise InvalidGrade(f"the verifier's {posixpath.basename(path)} cannot be read: {error}") from None
-
-
-async def _testimony(room: Sandbox, witness: Witness) -> Testimony:
-    try:
-        return read_journal(await room.read(witness.journal))
-    except FileNotFoundError:
-        return Testimony()
-    except OSError:
-        return Testimony(fouls=("wrote_journal",))
-
-
-async def _rewards(room: Sandbox, folder: str | None) -> dict[str, bytes]:
-    """The reward files that are there. One that is no plain file of a few bytes is worth as much as "none"."""
-    found = {}
-    for name in _REWARDS if folder else ():
-        path = posixpath.join(folder or "", name)
-        try:
-            content = await room.read(path)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise InvalidGrade(f"{path} cannot be read: {error}") from None
-        if len(content) > LARGEST_REWARD:
-            raise InvalidGrade(f"{path} is larger than {LARGEST_REWARD} bytes")
-        found[name] = content
-    return found
+        raise InvalidGrade(f"the links of the sandbox cannot be read: {error}") from None
+    return any(end == secret or end.startswith(secret + "/") for end in ends for secret in secrets)

@@ -74,6 +74,9 @@ class Work:
             info.mode = 0o755 if content.startswith(b"#!") else 0o644
         return cls(written, {absolute(name, workdir): content for name, content in files.items()}, ())
 
+    def __or__(self, other: "Work") -> "Work":
+        return Work({**self.written, **other.written}, {**self.contents, **other.contents}, self.removed, self.left_out)
+
     def archive(self, workdir: str) -> bytes:
         """What was written as `Sandbox.restore` wants it: named relative to the workdir, or absolute."""
         buffer = io.BytesIO()
@@ -118,6 +121,11 @@ def difference(made: bytes, given: bytes, stage: Stage, workdir: str) -> Work:
         tuple(gone),
         tuple(sorted({*changed, *removed} - {*kept, *gone})),
     )
+
+
+def contents(archive: bytes, workdir: str) -> Mapping[str, bytes]:
+    """The regular files of an archive, by absolute path."""
+    return _read(archive, workdir).contents
 
 
 def absolute(path: str, workdir: str) -> str:
