@@ -9,13 +9,14 @@ import asyncio
 import json
 import os
 import struct
+import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import SandboxGone, SandboxUnavailable
 from .archive import pattern, sift
 from .cgroup import Group, create
-from .launch import Launched, explain, launch
+from .launch import explain, launch
 from .network import Proxy
 from .sandbox import Sandbox
 from .spec import DEFAULT_SPEC, Outcome, Result, SandboxSpec
@@ -28,33 +29,40 @@ _START = 30.0
 class BubblewrapSandbox(Sandbox):
     """Besides what every sandbox can, it calls Python functions in milliseconds."""
 
-    _reader: asyncio.StreamReader
-    _writer: asyncio.StreamWriter
-
-    def __init__(self, spec: SandboxSpec, launched: Launched, group: Group | None):
+    def __init__(
+        self,
+        spec: SandboxSpec,
+        process: subprocess.Popen[bytes],
+        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        group: Group | None,
+    ):
         self.spec = spec
-        self._process, self._group = launched.process, group
+        self._process, self._group = process, group
+        self._reader, self._writer = streams
         assert self._process.stderr is not None
         self._stderr, self._words = self._process.stderr, b""
         self._turn = asyncio.Lock()
         self._alive = True
         self._oom_kills = 0
         self.proxy = Proxy(spec.network) if spec.network else None
-        """What the sandbox asked of the network in vain; None where it has none."""
+        """The way out, which counts what was `refused`; None where there is none."""
 
     @classmethod
     async def open(cls, spec: SandboxSpec = DEFAULT_SPEC) -> "BubblewrapSandbox":
         group = create(spec.limits)
+        launched = None
         try:
             launched = launch(spec, group.join if group else ())
+            streams = await asyncio.open_connection(sock=launched.connection)
         except BaseException:
+            if launched:
+                launched.process.kill()
             if group:
                 group.remove()
             raise
-        sandbox = cls(spec, launched, group)
+        sandbox = cls(spec, launched.process, streams, group)
         try:
             async with asyncio.timeout(_START):
-                sandbox._reader, sandbox._writer = await asyncio.open_connection(sock=launched.connection)
                 await sandbox._receive()
                 if sandbox.proxy:
                     await sandbox.proxy.serve(launched.listener())

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ..errors import SandboxUnavailable
 from . import seccomp
-from .network import proxy_environment
+from .network import PORT, VARIABLES
 from .spec import SandboxSpec
 
 _NOBODY = 65534
@@ -32,7 +32,6 @@ _GUEST = Path(__file__).with_name("guest")
 _INSIDE = "/.sandbox"  # ours: read-only, and a mount, so that it cannot be moved away
 _PYTHON_INSIDE = f"{_INSIDE}/python"
 _START = f"import sys; sys.path[0] = '{_INSIDE}'; from guest.main import main; del sys.path[0]; main()"
-_PROXY_PORT = 3128
 _REQUIRED = ("--as-pid-1", "--disable-userns", "--size", "--perms", "--remount-ro")
 _SYSTEM_FOLDERS = ("/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin")
 _PROTECTED = ("/.sandbox", "/dev", "/etc", "/proc", "/sys", "/usr", *_SYSTEM_FOLDERS)
@@ -90,12 +89,11 @@ def launch(spec: SandboxSpec, join: Sequence[str] = ()) -> Launched:
         passage, inner = socket.socketpair()
         passed.enter_context(theirs)
         passed.enter_context(inner)
-        environment = proxy_environment(f"http://127.0.0.1:{_PROXY_PORT}") if spec.network else {}
         config = {
             "limits": asdict(spec.limits),
             "workdir": spec.workdir,
-            "environment": environment | dict(spec.environment),
-            "proxy": (inner.fileno(), _PROXY_PORT) if spec.network else None,
+            "environment": (VARIABLES if spec.network else {}) | dict(spec.environment),
+            "proxy": (inner.fileno(), PORT) if spec.network else None,
             "processors": None if spec.limits.cpus is None else math.ceil(spec.limits.cpus),
         }
         mounts, fds = _mounts(spec.limits.disk, passed)

@@ -7,26 +7,52 @@ the owner's machine or its neighbours. The sandbox itself has no network: it rea
 
 import asyncio
 import contextlib
+import ctypes
 import ipaddress
 import logging
+import os
 import socket
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
+
+PORT = 3128  # of the proxy, as a sandbox sees it
+_URL = f"http://127.0.0.1:{PORT}"
+VARIABLES = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), _URL)
+"""What makes curl, git, pip and most libraries in a sandbox use the proxy."""
+VARIABLES |= dict.fromkeys(("no_proxy", "NO_PROXY"), "localhost,127.0.0.1")
 
 _HEAD = 64 * 2**10  # bytes of a request before its body
 _CONNECTIONS = 64  # of one sandbox at once; each holds two descriptors of ours
 _PATIENCE = 30.0  # seconds for a request to arrive and for a host to answer
 _IDLE = 600.0  # seconds that a connection may rest
+_NETWORK = 0x40000000  # CLONE_NEWNET
 _TOLD = 100  # refusals that are logged; the rest is counted
 
 _log = logging.getLogger(__name__)
 
 
-def proxy_environment(url: str) -> dict[str, str]:
-    """What makes curl, git, pip and most libraries use the proxy at `url`."""
-    names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
-    return dict.fromkeys(names, url) | dict.fromkeys(("no_proxy", "NO_PROXY"), "localhost,127.0.0.1")
+def listen_inside(pid: int, port: int = PORT) -> socket.socket:
+    """For `Proxy.serve`: a listener on the loopback of the network in which a process lives (a container's first, say).
+
+    OSError (EPERM) unless we may enter it, which takes root.
+    """
+
+    def enter() -> socket.socket:
+        namespace = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
+        try:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace, _NETWORK):
+                raise OSError(ctypes.get_errno(), f"cannot enter the network of process {pid}")
+        finally:
+            os.close(namespace)
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", port))
+        listener.listen(_CONNECTIONS)
+        return listener
+
+    with ThreadPoolExecutor(1) as thread:  # a thread enters alone, and this one never comes back
+        return thread.submit(enter).result()
 
 
 class Refused(Exception):

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from argosy.envs import Sandbox, SandboxSpec
-from argosy.envs.sandboxes.network import Proxy
+from argosy.envs.sandboxes.network import Proxy, listen_inside
 
 HOST = socket.gethostname()
 CURL = "curl -sS --max-time 10 --noproxy ''"
@@ -109,5 +110,25 @@ def test_it_serves_a_unix_socket_too_and_bounds_connections(run: Any, tmp_path: 
         proxy.close()
         with pytest.raises(OSError):
             await asyncio.open_unix_connection(path)
+
+    run(body())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="entering a network takes root")
+def test_it_serves_inside_another_network(run: Any, sandbox: Any) -> None:
+    async def body() -> None:
+        guest = int(Path(f"/proc/{sandbox._process.pid}/task/{sandbox._process.pid}/children").read_text().split()[0])
+        proxy = Proxy([HOST])
+        await proxy.serve(listen_inside(guest, 4711))
+        async with served() as port:
+            ask = f"{CURL} -x http://127.0.0.1:4711 http://{HOST}:{port}/in http://elsewhere.org/"
+            assert (await sandbox.exec(ask)).output.startswith(
+                f"GET /in {HOST}:{port} \nsandbox: elsewhere.org is not on"
+            )
+        with pytest.raises(OSError):
+            await asyncio.open_connection("127.0.0.1", 4711)
+        proxy.close()
+        with pytest.raises(OSError):
+            listen_inside(2**22 + 1, 1)
 
     run(body())
