@@ -122,7 +122,7 @@ def _reap(parents: dict[str, Path]) -> list[str]:
 def _unified() -> dict[str, Path]:
     """v2: the nearest group from ours upwards that hands controllers on to its children."""
     for mount, root in _mounts("cgroup2"):
-        own = mount / _own_path("").relative_to(root)
+        own = _below(mount, root, _own_path(""))
         for folder in (own, *own.parents):
             control = folder / "cgroup.subtree_control"
             if not control.exists():
@@ -138,8 +138,7 @@ def _by_controller() -> dict[str, Path]:
     found = {}
     for controller in ("memory", "cpu"):
         for mount, root in _mounts("cgroup", controller):
-            own = _own_path(controller)
-            folder = mount / own.relative_to(root) if own.is_relative_to(root) else mount
+            folder = _below(mount, root, _own_path(controller))
             if os.access(folder, os.W_OK):
                 found[controller] = folder
     return found
@@ -154,6 +153,11 @@ def _mounts(kind: str, option: str = "") -> list[tuple[Path, Path]]:
         if kind_here == kind and (not option or option in options.split(",")):
             found.append((Path(left.split()[4]), Path(left.split()[3])))
     return found
+
+
+def _below(mount: Path, root: Path, path: Path) -> Path:
+    """Where a mount, which shows what is under `root`, shows this group; in a container they may not fit."""
+    return mount / path.relative_to(root) if path.is_relative_to(root) else mount
 
 
 def _own_path(controller: str) -> Path:
