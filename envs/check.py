@@ -95,13 +95,20 @@ def _probe(request: dict[str, Any], hash_seed: str, say: Callable[[str], None]) 
             time.sleep(0.5)
             return None, findings.stuck(doing, seconds, _tail(said))
         finally:
-            for pid in [*descendants(process.pid), process.pid]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # whom a probe that died has left behind
-            process.wait()
+            _end(process)
             os.close(ours)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the probe and all below it, those too that have left its group."""
+    process.send_signal(signal.SIGSTOP)  # it shall start no more of them meanwhile
+    family = descendants(process.pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # also whom a probe that died has left behind
+    for pid in family:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
 
 
 def _tail(file: IO[bytes]) -> str:
