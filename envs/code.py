@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .errors import InfrastructureError, ToolError
+from .errors import SandboxGone, ToolError
 from .grading import begin, grade
 from .guard import Guard, Judge
 from .sandboxes import Result, Sandbox, SandboxPool
@@ -87,7 +87,7 @@ class CodeEnv(ToolEnv):
     @property
     def sandbox(self) -> Sandbox:
         if self._sandbox is None or not self._sandbox.alive:
-            raise InfrastructureError("the episode's sandbox is gone")
+            raise SandboxGone("the episode's sandbox is gone")
         return self._sandbox
 
     @tool
