@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import mean, quantiles
 from typing import Any, Literal
 
-from .probe import Episode
+from .probe import Episode, one_of_each
 from .tool_env import Message
 
 SLOW = 5.0  # seconds of a turn, 95 % of which should be faster: long episodes come home stale
@@ -56,7 +56,7 @@ def of(played: Mapping[str, Any], elsewhere: Finding) -> Iterator[Finding]:
     first = played["first"]
     yield Finding("loads", "pass", f"{played['class']}: {played['doc']}".removesuffix(": "))
     yield _described(played["tools"])
-    yield from _runs(first)
+    yield from _runs(first, played["endings"])
     same_seed = _same_seed(played)
     yield same_seed
     for finding in (elsewhere, _replays(played), _side_by_side(played)):
@@ -89,11 +89,10 @@ def _described(tools: Sequence[Mapping[str, Any]]) -> Finding:
     return Finding("tools", "pass", ", ".join(function["name"] for function in functions))
 
 
-def _runs(first: Sequence[Episode]) -> Iterator[Finding]:
+def _runs(first: Sequence[Episode], endings: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     failures: dict[tuple[str, str], dict[str, Any]] = {}
-    for episode in first:
-        if failure := episode.get("failure"):
-            failures.setdefault((failure["kind"], failure["where"]), failure)
+    for failure in (*(episode["failure"] for episode in first if "failure" in episode), *endings):
+        failures.setdefault((failure["kind"], failure["where"]), failure)
     for failure in failures.values():
         doing, kind = failure["doing"], failure["kind"]
         if kind == "InvalidGrade":
@@ -138,7 +137,7 @@ def _replays(played: Mapping[str, Any]) -> Finding:
 
 
 def _side_by_side(played: Mapping[str, Any]) -> Finding:
-    if where := _difference(played["first"][:: len(played["policies"])], played["together"]):
+    if where := _difference(one_of_each(played["first"]), played["together"]):
         fix = "keep an episode's state in self, not in the class, module or a file: an actor plays many at a time"
         return Finding("side by side", "fail", f"{where} when others ran at the same time", fix)
     return Finding("side by side", "pass", f"{len(played['together'])} episodes at a time do not disturb each other")

@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -60,6 +60,8 @@ class Probe:
     """Also play again, replay, play side by side, count what is left, and ask Gymnasium."""
     pipe: int
     blocked: tuple[float, str] = (0.0, "")
+    endings: list[dict[str, Any]] = field(default_factory=list)
+    """What went wrong with ending episodes."""
     doing: str = ""
     result: dict[str, Any] = field(default_factory=dict)
 
@@ -83,7 +85,7 @@ class Probe:
             many = left_open(len(once["processes"]))
             self.result["left"] = {kind: [at_first[kind], once[kind], many[kind]] for kind in many}
             self.tell("gymnasium's check_env", 10 * self.seconds)
-            self.result["gymnasium"] = self._ask_gymnasium()
+            self.result |= {"gymnasium": self._ask_gymnasium(), "endings": self.endings}
 
     def tell(self, doing: str, seconds: float) -> None:
         self.doing = doing
@@ -139,9 +141,7 @@ class Probe:
                 first += once
         self.result |= {"first": first, "again": again, "blocked": self.blocked}  # a replay is many turns at once
         self.result["replayed"] = [await self._replay(episode) for episode in first]
-        self.result["together"] = await asyncio.gather(
-            *(self._replay(episode) for episode in first[:: len(self.policies)])
-        )
+        self.result["together"] = await asyncio.gather(*map(self._replay, one_of_each(first)))
 
     async def _alone(self, seed: int, policy: str) -> Episode:
         async with self._own(self._make()) as env:
@@ -152,7 +152,10 @@ class Probe:
         try:
             yield env
         finally:
-            await self._within("ending an episode", env.stop())
+            try:
+                await self._within("ending an episode", env.stop())
+            except Exception as error:
+                self.endings.append(_failure(self.doing, error))
 
     async def _play(self, env: ToolEnv, seed: int, name: str) -> Episode:
         """One episode up to its grade, or to the first exception."""
@@ -247,6 +250,11 @@ class Probe:
                 return [f"{type(error).__name__}: {error}"]
         said = [re.sub(r"\x1b\[\d*m|WARN: ", "", str(one.message)) for one in caught if "gymnasium" in one.filename]
         return list(dict.fromkeys(said))
+
+
+def one_of_each(episodes: Sequence[Episode]) -> list[Episode]:
+    """The first of each policy."""
+    return list({episode["policy"]: episode for episode in reversed(episodes)}.values())
 
 
 def left_open(expected: int = 0) -> dict[str, list[str]]:

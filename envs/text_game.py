@@ -34,7 +34,8 @@ class TextGame(ToolEnv):
     def begin(self, seed: int, **settings: Any) -> str:
         """Make and seed the game; what it shows at first."""
         self.close_episode()
-        creator = load_env_creator(str(gymnasium.spec(self.game).entry_point))
+        entry = gymnasium.spec(self.game).entry_point
+        creator = load_env_creator(entry) if isinstance(entry, str) else entry
         modes = getattr(creator, "metadata", {}).get("render_modes", ())
         rendered = {"render_mode": "ansi"} if "ansi" in modes else {}
         self.__game = gymnasium.make(self.game, disable_env_checker=True, **{**rendered, **self.settings, **settings})
