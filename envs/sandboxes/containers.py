@@ -5,14 +5,17 @@ whoever finds it can tell whether anybody still needs it.
 """
 
 import io
+import socket
 import tarfile
 import time
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..errors import SandboxUnavailable
 from .docker_engine import engine
+from .network import listen_inside
 from .owners import Owner, run_name
 from .spec import SandboxSpec
 
@@ -59,7 +62,7 @@ def create(image: str, spec: SandboxSpec, user: str) -> tuple[str, float]:
     host = api.create_host_config(
         cap_drop=["ALL"],
         security_opt=["no-new-privileges"],
-        network_mode="bridge" if spec.network == ("*",) else "none",
+        network_mode="none",
         mem_limit=limits.memory,
         memswap_limit=limits.memory,
         pids_limit=limits.processes + _OWN_PROCESSES,
@@ -130,6 +133,20 @@ def _numbers(container: str, user: str) -> tuple[int, int]:
         if fields[0] == name:
             return int(fields[2]), int(fields[3])
     raise SandboxUnavailable(f"the image has no user {name!r}: give `user` as numbers, such as 1000:1000")
+
+
+def listen(container: str) -> socket.socket:
+    """On the loopback of a container that runs, for the proxy that is its only way out."""
+    process = engine().inspect_container(container)["State"]["Pid"]
+    try:
+        if container not in Path(f"/proc/{process}/cgroup").read_text():
+            raise FileNotFoundError("its processes are not in sight")
+        return listen_inside(process)
+    except OSError as error:
+        raise SandboxUnavailable(
+            f"no host can be made reachable from container {container[:12]}: {error}. For an allow-list this process "
+            "must be root on the engine's machine, and see its processes (in a container: --privileged --pid=host)"
+        ) from error
 
 
 def remove(container: str) -> None:

@@ -24,6 +24,7 @@ from . import containers, docker_images
 from .docker_engine import NoProcess, Stream, address, call, engine, is_trouble, unavailable
 from .docker_files import Files
 from .docker_shell import KEEPER, WARDEN, Ended, Shell, ShellRefused, Warden
+from .network import VARIABLES, Proxy
 from .reaper import reap_sometimes
 from .sandbox import Sandbox
 from .spec import DEFAULT_SPEC, Result, SandboxSpec
@@ -45,6 +46,7 @@ class DockerSandbox(Sandbox):
         self._container, self._expires = "", 0.0
         self._shell: Shell | None = None
         self._warden: Warden | None = None
+        self.proxy = Proxy(spec.network) if spec.network else None
         self._files = Files(spec, self._run)
         self._turn = asyncio.Lock()
         self._alive = self._ended = False
@@ -178,6 +180,7 @@ class DockerSandbox(Sandbox):
                 self._alive, self._ended = True, False
                 async with asyncio.timeout(_START):
                     await call(engine().start, self._container)
+                    await self._open_network()
                     self._shell = await self._open_shell()
             except BaseException as error:
                 if not creating.done():  # cancelled, but the engine makes it all the same
@@ -194,6 +197,8 @@ class DockerSandbox(Sandbox):
             await call(containers.remove, self._container)
 
     def _let_go(self) -> None:
+        if self.proxy:
+            self.proxy.close()
         self._leave_shell()
         if self._warden:
             self._warden.close()
@@ -216,6 +221,12 @@ class DockerSandbox(Sandbox):
     async def _restart(self) -> None:
         """The last resort; files stay, but for those in memory."""
         await call(engine().restart, self._container, timeout=0)
+        await self._open_network()
+
+    async def _open_network(self) -> None:
+        if self.proxy:
+            self.proxy.close()
+            await self.proxy.serve(await call(containers.listen, self._container))
 
     async def _open_shell(self) -> Shell:
         trouble = ""
@@ -224,7 +235,7 @@ class DockerSandbox(Sandbox):
                 await self._kill_processes()
             try:
                 async with asyncio.timeout(_START):
-                    if not self._warden:
+                    if not self._warden or self._warden.ended:
                         self._warden = await Warden.start(await self._stream(WARDEN))
                     return await Shell.start(await self._stream(KEEPER, self.spec.workdir))
             except (NoProcess, ShellRefused) as error:
@@ -232,7 +243,8 @@ class DockerSandbox(Sandbox):
         raise SandboxGone(f"no shell can be started: {trouble}")
 
     async def _stream(self, script: str, *arguments: str) -> Stream:
-        environment = {"LANG": "C.UTF-8", **dict(self.spec.environment)}
+        reach = VARIABLES if self.proxy else {}
+        environment = {"LANG": "C.UTF-8", **reach, **dict(self.spec.environment)}
         return await Stream.open(self._container, ["/bin/sh", "-c", script, "sh", *arguments], self._user, environment)
 
     async def _run(

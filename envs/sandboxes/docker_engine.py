@@ -146,6 +146,11 @@ class Stream:
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
 
+    @property
+    def ended(self) -> bool:
+        """Nothing more will be read."""
+        return self._reader.at_eof()
+
     async def __aenter__(self) -> "Stream":
         return self
 

@@ -78,6 +78,11 @@ class Warden:
         finally:
             self._stream.close()
 
+    @property
+    def ended(self) -> bool:
+        """It was killed itself, as far as we have heard."""
+        return self._stream.ended
+
     def close(self) -> None:
         """Soon everything of its user is killed."""
         self._stream.close()
