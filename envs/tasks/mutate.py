@@ -81,6 +81,8 @@ class Mutation:
 
 def mutations(source: str) -> list[Mutation]:
     """Every single edit known here; SyntaxError when the source is not Python. Each result compiles."""
+    if "\r" in source.replace("\r\n", "\n"):
+        return []  # a lone carriage return is a line's end for Python only
     tree = ast.parse(source)
     text = _Text(source)
     return [

@@ -20,6 +20,8 @@ from argosy.envs.tasks import NamedTests, factory, packages
 from argosy.envs.tasks.load import load_tasks, tasks_of
 from typer.testing import CliRunner
 
+pytestmark = pytest.mark.timeout(400)  # dozens of runs of pytest in sandboxes
+
 TALLY = {
     "pyproject.toml": '[project]\nname = "tally"\nversion = "1.2"\n',
     "tally/__init__.py": "from .counts import *\nfrom .places import *\n",
@@ -141,7 +143,7 @@ def tally(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tally]:
     """A package, and tasks that were made of it."""
     source = write(tmp_path_factory.mktemp("source") / "tally", TALLY)
     package = packages.find(str(source))
-    made = asyncio.run(factory.make(package, count=20, seed=0))
+    made = asyncio.run(factory.make(package, count=10, seed=19))
     folder = tmp_path_factory.mktemp("tasks")
     factory.save(package, made.bugs, folder)
     yield Tally(source, package, made, folder)
@@ -149,7 +151,7 @@ def tally(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tally]:
 
 def test_mutations_are_sorted_by_what_the_tests_say(tally: Tally) -> None:
     fates = tally.made.fates
-    assert fates["task"] >= 20 and fates["hangs"] >= 1, tally.made
+    assert fates["task"] >= 10 and fates["hangs"] >= 1, tally.made
     assert set(fates) <= {"task", "equivalent", "hangs", "breaks everything", "flaky"}
     assert tally.made.tests == 7  # neither the one that fails, nor the flaky one, nor the slow one
     assert {mutation.function for bug in tally.made.bugs for _, mutation in bug.mutations} == {
@@ -162,7 +164,7 @@ def test_mutations_are_sorted_by_what_the_tests_say(tally: Tally) -> None:
 
 
 def test_the_same_seed_makes_the_same_tasks(tally: Tally) -> None:
-    again = asyncio.run(factory.make(tally.package, count=2, seed=0, jobs=1))
+    again = asyncio.run(factory.make(tally.package, count=2, seed=19, jobs=1))
     assert again.bugs == tally.made.bugs[:2]
 
 

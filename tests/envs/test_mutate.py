@@ -72,6 +72,13 @@ def test_what_does_not_run_in_a_function_stays() -> None:
     assert mutations(source) == []
 
 
+def test_line_ends_stay_as_they_are() -> None:
+    source = "def f(a, b):\r\n    # é\r\n    return a < b\r\n"
+    (edit,) = [m.edit for m in mutations(source) if m.edit.text == "<="]
+    assert apply(source, [edit]) == source.replace("<", "<=")
+    assert mutations("def f(a, b):\r    return a < b\n") == []
+
+
 @pytest.mark.parametrize("module", [textwrap, heapq, json.decoder])
 def test_the_rest_of_a_real_module_stays_byte_for_byte(module: ModuleType) -> None:
     source = Path(str(module.__file__)).read_text()
