@@ -1,4 +1,4 @@
-.PHONY: demo test chaos lint benchmark install clean
+.PHONY: demo test chaos lint benchmark benchmark-sandboxes install clean
 
 demo: install  ## train a small coding agent on the real stack, from nothing
 	@.venv/bin/argosy demo
@@ -16,6 +16,9 @@ lint: install  ## style and types
 
 benchmark: install  ## what the buffer costs, against raw Redis
 	@.venv/bin/python benchmarks/buffer.py
+
+benchmark-sandboxes: install  ## what sandboxes cost, against plain bubblewrap and Docker (which needs an engine)
+	@.venv/bin/python benchmarks/sandbox.py
 
 install:  ## a virtual environment, Redis and bubblewrap; returns at once when nothing changed
 	@deploy/install.sh
