@@ -66,6 +66,15 @@ def same_name(test: str) -> str:
     return f"{found[1]} ({found[2]})" if found else test
 
 
+def junit_name(test: str) -> str:
+    """What pytest or unittest call a test, as a junit report does: "a.test_b.C::test_d"."""
+    if found := re.fullmatch(r"(\w+) \(([\w.]+)\)", same_name(test)):
+        return f"{found[2]}::{found[1]}"
+    place, _, name = test.rpartition("::")
+    file, *classes = place.split("::")
+    return f"{'.'.join([file.removesuffix('.py').replace('/', '.'), *classes])}::{name}"
+
+
 def _pytest(log: str) -> Iterable[tuple[str, Outcome]]:
     """Lines of the short summary (-rA) and of the verbose progress (-v)."""
     for line in log.splitlines():

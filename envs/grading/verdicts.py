@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ..errors import InvalidGrade
 from ..tasks import ExitStatus, NamedTests, RewardFile, TestOutcomes, Verdict
 from ..tool_env import Grade
-from .reports import Outcome, parse_report, worst
+from .reports import Outcome, junit_name, parse_report, worst
 from .rewards import read_reward
 from .testimony import Testimony
 
@@ -96,12 +96,14 @@ _OUTCOME: Mapping[str, Outcome] = {
 def _outcomes(evidence: Evidence, verdict: NamedTests) -> Mapping[str, Outcome]:
     """What the witness saw; of tests that it knows by another name, what the log says."""
     seen = evidence.testimony.outcomes
+    if verdict.report == "junit":
+        seen = {junit_name(test): outcome for test, outcome in seen.items()}
     if not evidence.testimony.sessions:
         return parse_report(evidence.log, verdict.report, evidence.exit)
     if not seen:
         raise InvalidGrade("the test run was seen, but no test in it")
     unknown = [name for name in (*verdict.fail_to_pass, *verdict.pass_to_pass) if not _reports(name, seen)]
-    if not unknown or verdict.report == "pytest":
+    if not unknown or verdict.report != "unittest":
         return seen
     told = parse_report(evidence.log, verdict.report, evidence.exit)
     return {**{name: told[name] for name in unknown if name in told}, **seen}
