@@ -15,7 +15,7 @@ class FrozenLake(TextGame):
     game = "FrozenLake-v1"
     settings = {"is_slippery": False}
     system = "Walk from S to G over F. H is a hole. [ ] is you."
-    max_turns = 20
+    max_turns = 16
 
     def __init__(self, size: int = 4):
         self.size = size
