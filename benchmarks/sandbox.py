@@ -23,6 +23,7 @@ from typing import Any
 
 from argosy.envs import Sandbox, SandboxPool, SandboxSpec, SandboxUnavailable
 from argosy.envs.grading import grade
+from argosy.envs.sandboxes.docker import DockerSandbox
 from argosy.envs.tasks import Grading, Stage, Task
 from rich.console import Console
 from rich.table import Table
@@ -124,7 +125,7 @@ async def commands(spec: SandboxSpec, bare_command: Callable[[Any], list[str]], 
     await medians(actions, 10)
     found = await medians(actions, 20 * rounds)
     rows = [Row("exec", bare_name, found[bare_name]), Row("exec", name, found[name], bare_name)]
-    if spec.backend == "docker":
+    if isinstance(sandbox, DockerSandbox):
         plain = program("docker", "exec", sandbox._container, "sh", "-c", COMMAND)
         rows.append(Row("exec", "docker exec", (await medians({"": plain}, rounds))[""], bare_name))
     await bare.close()

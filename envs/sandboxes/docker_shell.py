@@ -186,6 +186,7 @@ class Shell:
                 await self._until("", lambda _: None)
                 return True
         except TimeoutError:
+            self._pending = b""
             return False
 
     async def _count_ooms(self, ended: Ended) -> None:
