@@ -39,7 +39,7 @@ class McpEnv(ToolEnv):
     offered: Sequence[str] | None = None
     """The server's tools that the model gets; None: all. `call` reaches the others too, for setup and grading."""
 
-    start_seconds: float = 30.0
+    start_seconds: float = 60.0
     call_seconds: float = 30.0
 
     __server: "_Server | None" = None
