@@ -117,13 +117,16 @@ class DockerSandbox(Sandbox):
     async def reset(self) -> None:
         """A new container in place of the old one."""
         async with self._using():
-            await self._remove()
+            self._let_go()
+            await call(containers.remove, self._container)
             await self._start()
 
     async def close(self) -> None:
         self._alive = False
-        async with asyncio.timeout(_START):
-            await self._remove()
+        self._let_go()
+        if not self._ended and self._container:
+            self._ended = True
+            await call(_remove_or_log, self._container)
 
     def kill(self) -> None:
         self._alive = False
@@ -189,12 +192,6 @@ class DockerSandbox(Sandbox):
                 if isinstance(error, Exception) and is_trouble(error):
                     raise unavailable(error, f"no container of {self.spec.image} can be started") from error
                 raise
-
-    async def _remove(self) -> None:
-        self._let_go()
-        if not self._ended:
-            self._ended = True
-            await call(containers.remove, self._container)
 
     def _let_go(self) -> None:
         if self.proxy:
