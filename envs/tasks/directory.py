@@ -17,7 +17,7 @@ from .reading import Fields, Problem, content, text
 from .run_tests import test_names
 from .task import Grading, NamedTests, Solution, Stage, Task
 
-SECONDS = 120.0  # for all tests of a task; each has its own deadline (run_tests.py)
+SECONDS = 240.0  # for all tests of a task; each has its own deadline (run_tests.py)
 _RUNNER = ".argosy/run_tests.py"
 _COMPARE = """
 import json

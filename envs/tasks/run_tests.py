@@ -6,7 +6,8 @@ its summary, `PASSED file::Class::test` or `FAILED file::Class::test - why`, and
 all passed.
 
 Invariant: what the tested code prints is no report, and its end is not ours: the tests run in a child, whose output is
-thrown away and whose results come through a pipe; a test without a result has failed. Each test has its own deadline.
+thrown away and whose results come through a pipe; a test without a result has failed. Each test has its own deadline,
+and all together one by the clock.
 """
 
 # It makes a module and a test case as it goes, which types do not follow; pathlib costs a fork its start.
@@ -30,7 +31,7 @@ import time
 import types
 import unittest
 
-EACH = 20  # seconds for one test
+EACH = 10  # seconds of processor time for one test: a busy machine fails nobody
 MEMORY = 384 << 20  # bytes of address space: a runaway test is a failed test, not a dead sandbox
 
 
@@ -148,14 +149,14 @@ def run(module, *path):
 @contextlib.contextmanager
 def limited(seconds):
     def late(number, frame):
-        raise TimeoutError(f"no result within {seconds} s")
+        raise TimeoutError(f"no result within {seconds} s of processor time")
 
-    signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # again and again: the code may swallow the first
+    signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, seconds, 1)  # again and again: the code may swallow the first
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def describe(error):
