@@ -6,7 +6,6 @@ behind its reasoning. A scorer that fails is nobody's merit (`InvalidGrade`), ne
 
 import asyncio
 import re
-from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -37,9 +36,9 @@ class AnswerEnv(ToolEnv):
 
     max_turns = 1
 
-    @abstractmethod
     async def question(self, seed: int) -> Question:
         """The same for the same seed."""
+        raise NotImplementedError(f"{type(self).__name__} must define question(seed)")
 
     @property
     def count(self) -> int | None:

@@ -84,8 +84,13 @@ class Jsonl(AnswerEnv):
         return Question(name, opening, lambda answer: self.checker.score(answer, row), self.checker.reference(row))
 
     async def validate(self, limit: int | None = None) -> AsyncIterator[Check]:
-        for error in (await asyncio.to_thread(lambda: self.index)).errors:
-            yield Check(error.where, "malformed", str(error))
+        try:
+            errors = (await asyncio.to_thread(lambda: self.index)).errors
+        except Problem as refused:
+            yield Check(refused.where, "malformed", refused.message)
+            return
+        for error in errors:
+            yield Check(error.where, "malformed", f"{error.field}: {error.message}" if error.field else error.message)
         async for check in super().validate(limit):
             yield check
 

@@ -64,13 +64,13 @@ class Verifiers(ToolEnv):
     def tool_schemas(self) -> list[dict[str, Any]]:
         if not self._known:
             with ThreadPoolExecutor(1) as thread:  # an event loop may be running here
-                described = thread.submit(asyncio.run, self._worker().ask_described(self._start_seconds)).result()
+                described = thread.submit(asyncio.run, worker(self._key).ask_described(self._start_seconds)).result()
             self._learn_tools(described["tools"])
         return super().tool_schemas()
 
     async def setup(self, seed: int, options: dict[str, Any]) -> list[Message]:
-        worker = self._worker()
-        described = await worker.ask_described(self._start_seconds)
+        self._at = worker(self._key)
+        described = await self._at.ask_described(self._start_seconds)
         self._learn_tools(described["tools"])
         index = await self._index(seed, described["count"])
         self._session = uuid.uuid4().hex
@@ -101,13 +101,13 @@ class Verifiers(ToolEnv):
 
     async def close_episode(self) -> None:
         session, self._session = self._session, ""
-        if session:
+        if session and self._at.alive:
             with contextlib.suppress(InfrastructureError):  # it ended, and the session with it
-                await self._worker().ask(self.seconds, "close", session=session)
+                await self._at.ask(self.seconds, "close", session=session)
 
     async def validate(self, limit: int | None = None) -> AsyncIterator[Check]:
         """Each task opens, saying nothing earns nothing, and twice the same."""
-        described = await self._worker().ask_described(self._start_seconds)
+        described = await worker(self._key).ask_described(self._start_seconds)
         count = described["count"] or _LOOKED_AT
         for seed in range(count if limit is None else min(limit, count)):
             problem: tuple[str | None, str] = (None, "")
@@ -139,10 +139,7 @@ class Verifiers(ToolEnv):
         raise ValueError(f"{self.taskset} has no task of split {self.split!r} among {_LOOKED_AT}: use split='all'")
 
     async def _ask(self, do: str, **question: Any) -> dict[str, Any]:
-        return await self._worker().ask(self.seconds, do, session=self._session, **question)
-
-    def _worker(self) -> "Worker":
-        return worker(self._key)
+        return await self._at.ask(self.seconds, do, session=self._session, **question)
 
     def _learn_tools(self, offers: list[dict[str, Any]]) -> None:
         if not self._known:
@@ -186,7 +183,7 @@ class Worker:
             [python, "-P", str(_WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors
         )
         self._end = weakref.finalize(self, _end, self._process)
-        self._lock, self._numbers = threading.Lock(), itertools.count()
+        self._lock, self._numbers, self._over = threading.Lock(), itertools.count(), False
         self._open: dict[int, concurrent.futures.Future[dict[str, Any]]] = {}
         threading.Thread(target=self._read, name=f"verifiers {taskset}", daemon=True).start()
         self.description = self._send({"do": "describe", "taskset": taskset, "config": json.loads(config)})
@@ -223,6 +220,8 @@ class Worker:
             self._open[number] = future
             try:
                 assert self._process.stdin is not None
+                if self._over:
+                    raise BrokenPipeError
                 self._process.stdin.write((json.dumps({"number": number, **question}) + "\n").encode())
                 self._process.stdin.flush()
             except OSError:
@@ -248,7 +247,7 @@ class Worker:
                 future.set_exception(InfrastructureError(f"verifiers taskset {self.taskset!r}: {said['error']}"))
         self._process.wait()
         with self._lock:
-            left, self._open = list(self._open.values()), {}
+            left, self._open, self._over = list(self._open.values()), {}, True
         for future in left:
             future.set_exception(self._ended())
 

@@ -202,6 +202,7 @@ def test_validation_finds_what_is_wrong_with_tasks(run: Any, written: Any) -> No
         "leak": {"empty passes"},
     }
     assert run(found(Jsonl(exact_rows))) == {"leaks": {"leaks its answer"}, "fine": {None}}
+    assert run(found(Jsonl(exact_rows, "code"))) == {"rows.jsonl": {"malformed"}}, "nothing to play"
 
 
 def test_a_large_file_is_indexed_once_and_not_held(run: Any, tmp_path: Path) -> None:

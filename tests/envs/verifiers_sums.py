@@ -23,14 +23,15 @@ class Task(vf.Task[Data]):
 
 class Config(vf.TasksetConfig):
     count: int = 10
-    flaky: bool = False
+    flaky: int = -1
+    """The task that is."""
 
 
 class Sums(vf.Taskset[Task, Config]):
     def load(self) -> Iterator[Task]:
         print("this must not disturb the answers")
         for i in range(self.config.count):
-            data = Data(prompt=f"{i}+{i}?", system_prompt="Add.", answer=2 * i, flaky=self.config.flaky)
+            data = Data(prompt=f"{i}+{i}?", system_prompt="Add.", answer=2 * i, flaky=i == self.config.flaky)
             yield Task(data, self.config.task)
 
 
