@@ -56,6 +56,9 @@ def started(arguments: tuple[str, ...] = ()) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="argosy-dockerd-") as folder:
         socket, log = f"{folder}/docker.sock", Path(folder, "log")
         command = [
+            "setpriv",
+            "--pdeathsig",
+            "TERM",
             "dockerd",
             "--data-root",
             f"{folder}/data",
