@@ -20,6 +20,8 @@ from .settings import ActorSettings, TaskSource
 from .tool_calls import parse
 from .transcript import Transcript
 
+UNUSABLE = 7  # tokens at the end of a context: SGLang refuses a prompt that reaches into them
+
 T = TypeVar("T")
 
 Policy = Callable[[Transcript, float], Awaitable[Generation]]
@@ -98,7 +100,7 @@ async def _play(
 ) -> bool:
     """Takes turns until the environment ends the episode (True) or the context is full; OutOfTime at the deadline."""
     deadline = started + settings.episode_seconds + outcome.timing["waited"]
-    while len(transcript.ids) < settings.context_tokens:
+    while len(transcript.ids) + UNUSABLE <= settings.context_tokens:
         asked = _now()
         said = await policy(transcript, deadline - asked)
         deadline += said.waited

@@ -13,6 +13,7 @@ import pytest
 from argosy.actors import sglang_cpu
 from argosy.actors.chat import Chat
 from argosy.actors.engine import Engine, Generation
+from argosy.actors.episode import UNUSABLE
 from argosy.actors.errors import EngineRefused, EngineUnavailable, OutOfTime
 from argosy.actors.settings import ActorConfig
 from argosy.buffer import WeightLedger, WeightVersion
@@ -158,6 +159,15 @@ def test_what_would_kill_the_engine_is_never_sent(ledger, chat):
         return await engine.generate([chat.vocab_size - 1], LONG | {"max_new_tokens": 4}, "odd/2")
 
     assert len(with_engine(ledger, chat, work).ids) == 4
+
+
+def test_an_episode_uses_all_of_a_context_that_the_engine_does(ledger, chat, model):
+    context = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    full = [3] * (context - UNUSABLE)
+    few = LONG | {"max_new_tokens": 5}
+    assert len(with_engine(ledger, chat, lambda e: e.generate(full, few, "full/0")).ids) == 5
+    with pytest.raises(EngineRefused):
+        with_engine(ledger, chat, lambda e: e.generate([*full, 3], few, "full/1"))
 
 
 def test_a_second_turn_finds_the_first_in_the_prefix_cache(ledger, chat):
