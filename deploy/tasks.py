@@ -65,7 +65,10 @@ def validate(
     """Find tasks that are broken, flaky or leak their answer: play the reference, the stub and nothing at all."""
     options = _options(settings)
     checks, count = _checks(source, options, sandbox, limit)
-    found = asyncio.run(_collect(checks, count))
+    try:
+        found = asyncio.run(_collect(checks, count))
+    except ValueError as error:  # what some sources notice only when they are played
+        raise typer.BadParameter(str(error)) from None
     wrong = [check for check in found if check.problem is not None]
     tasks = len({check.task for check in found})
     sound = tasks - len({check.task for check in wrong})

@@ -49,7 +49,7 @@ class CodeEnv(ToolEnv):
         tools: Sequence[str] = ("bash", "read_file", "write_file", "edit", "submit"),
         guard: bool = True,
         judge: str | None = None,
-        sandboxes: int = 16,
+        sandboxes: int = 64,
         **options: Any,
     ):
         """`backend` and `options` are those of `load_tasks`; `judge` is the URL of a model that the guard may ask."""
