@@ -110,7 +110,7 @@ def test_a_worker_stops_when_nothing_but_failures_comes(config, monkeypatch):
 def test_an_environment_that_does_not_exist_is_named_before_anything_is_leased(config, start):
     worker = start("worker", changed(config, env="arena:Gess"))
     assert worker.wait(30) == 1
-    assert str(worker).strip().endswith("module 'arena' has no 'Gess'")
+    assert "'arena' has no 'Gess'; its environments are Guess" in str(worker)
     assert ledger_of(config).created == 0
 
 

@@ -77,13 +77,15 @@ def test_the_shell_persists(run: Any, box: Sandbox) -> None:
 @pytest.mark.parametrize(
     "how", ["setsid {}", "nohup {} >/dev/null", "(setsid sh -c '{} & {}' &)", "trap '' TERM HUP; {}"]
 )
-def test_the_deadline_kills_what_left_its_session(run: Any, box: Sandbox, how: str, processes_with: Any) -> None:
+def test_the_deadline_kills_what_left_its_session(
+    run: Any, box: Sandbox, how: str, processes_with: Any, eventually: Any
+) -> None:
     sleep = f"sleep {mark()}"
     run(box.write("kept", "x"))
     began = time.monotonic()
     assert run(box.exec(f"cd /tmp; {how.replace('{}', sleep)} & {sleep}", timeout=0.4)) == TIMEOUT
     assert time.monotonic() - began < 5
-    assert processes_with(sleep) == [], "seen from the host, where Docker's own timeouts leave them running"
+    eventually(lambda: not processes_with(sleep), 2)  # on the host, where Docker's own timeouts leave them running
     assert run(box.exec("cat kept; pwd")) == Result(0, "x/workspace\n"), "a new shell, and the files are there"
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,8 +25,8 @@ def guess(number: Any, **more: Any) -> list[ToolCall]:
 
 
 @pytest.fixture(scope="module")
-def server(neighbours: Path) -> Iterator[Callable[[str], str]]:
-    yield lambda name: f"{neighbours} {HERE / name} {{port}}"
+def server(neighbours: Path) -> Iterator[Callable[[str], list[str]]]:
+    yield lambda name: [str(neighbours), str(HERE / name), "{port}"]
     for started in openenv._servers.values():
         started.stop()
 
@@ -67,7 +68,7 @@ def test_an_episode(run: Any, server: Any) -> None:
 
 def test_tools_of_an_mcp_world(run: Any, server: Any) -> None:
     async def body() -> None:
-        env = make_env("argosy/openenv", command=server("openenv_notes.py"))
+        env = make_env("argosy/openenv", command=shlex.join(server("openenv_notes.py")))
         assert [schema["function"]["name"] for schema in env.tool_schemas()] == ["note"]
         await env.start(0)
         step = await env.act([ToolCall("note", {"text": text}) for text in ("a", "b", "")])
@@ -164,7 +165,7 @@ def test_complaints_name_cause_and_fix(run: Any) -> None:
 
 def test_a_server_does_not_outlive_a_killed_owner(server: Any, processes_with: Any, eventually: Any) -> None:
     mark = f"owner-{os.getpid()}-{time.time_ns()}"
-    command = [*server("openenv_guess.py").split(), mark]
+    command = [*server("openenv_guess.py"), mark]
     code = f"from argosy.envs import make_env; make_env('argosy/openenv', command={command!r}).tool_schemas(); input()"
     owner = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
     eventually(lambda: any("openenv_guess" in line and "make_env" not in line for line in processes_with(mark)), 60)
