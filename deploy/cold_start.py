@@ -33,14 +33,14 @@ async def make_model(recipe: Recipe, paths: RunPaths, run: Run) -> None:
     draft.mkdir(parents=True)
     corpus, episodes = draft / "corpus.jsonl", draft / "corpus.archive"
     corpus.touch()
-    await run(_scratch(scratch.model_copy(update={"vocabulary": BYTES}), corpus, draft / "bytes", paths))
+    await run(_scratch(scratch.model_copy(update={"vocabulary": BYTES}), corpus, draft / "bytes", recipe, paths))
     await run(_demonstrate(recipe, paths, draft / "bytes", CORPUS_EPISODES, episodes))
     tokenizer = Tokenizer.from_file(str(draft / "bytes" / "tokenizer.json"))
     with corpus.open("w") as file:
         for archived in read_archive(episodes):
             for trace in archived.trajectory.traces:
                 file.write(json.dumps(tokenizer.decode(trace.tokens.tolist(), skip_special_tokens=False)) + "\n")
-    await run(_scratch(scratch, corpus, draft / "model", paths))
+    await run(_scratch(scratch, corpus, draft / "model", recipe, paths))
     (draft / "model").rename(paths.model)
     shutil.rmtree(draft)
 
@@ -53,13 +53,14 @@ async def demonstrate(recipe: Recipe, paths: RunPaths, run: Run) -> None:
     await run(_demonstrate(recipe, paths, model, recipe.demonstrations, paths.demonstrations))
 
 
-def _scratch(scratch: ScratchModel, corpus: Path, out: Path, paths: RunPaths) -> Process:
+def _scratch(scratch: ScratchModel, corpus: Path, out: Path, recipe: Recipe, paths: RunPaths) -> Process:
     sizes = {
         "vocab": scratch.vocabulary,
         "hidden": scratch.hidden,
         "layers": scratch.layers,
         "heads": scratch.heads,
         "kv-heads": max(1, scratch.heads // 2),
+        "context": recipe.actor.context_tokens,
     }
     arguments = [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
     command = ("argosy.learner.scratch", "--corpus", str(corpus), "--out", str(out), *arguments)

@@ -5,6 +5,7 @@ and what is allowed. Each part's settings belong to the folder that uses them; t
 """
 
 import difflib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -56,6 +57,14 @@ class ModelSettings(Part):
         if self.path is not None and not (self.path / "config.json").exists():
             raise ValueError(f"{self.path.absolute()} is not a Hugging Face model directory: it has no config.json")
         return self
+
+    @property
+    def context(self) -> int | None:
+        """Tokens that a model at `path` can look back on; None where it does not say, and for one that is made."""
+        if self.path is None:
+            return None
+        found: int | None = json.loads((self.path / "config.json").read_text()).get("max_position_embeddings")
+        return found
 
 
 class Evaluation(TaskSource):
@@ -113,6 +122,11 @@ class Recipe(Part):
             self.learner.method(source.name).advantage.by_critic for source in self.tasks
         ):
             raise ValueError("actor.segment_tokens needs a critic at the end of a segment: learner.advantage gae")
+        if (context := self.model.context) is not None and context < self.actor.context_tokens:
+            raise ValueError(
+                f"actor.context_tokens: {self.actor.context_tokens} is more than the {context} of the model "
+                f"(max_position_embeddings in {self.model.path}/config.json)"
+            )
         names = [source.name for source in (*self.tasks, *self.evaluation)]
         if len(set(names)) < len(names):
             raise ValueError(f"tasks and evaluation must all have different names, not {names}")

@@ -53,6 +53,14 @@ def test_a_mistake_names_the_key_and_what_is_allowed(override: str, tmp_path: Pa
     assert not list(tmp_path.iterdir())
 
 
+def test_episodes_may_not_be_longer_than_the_model_can_look_back(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 700}')
+    changes = [f"model={{path: {tmp_path}}}", "demonstrations=0", "learner.supervised=null"]
+    with pytest.raises(RecipeError, match=r"actor\.context_tokens: 768 is more than the 700 of the model"):
+        load("demo", changes, runs=tmp_path)
+    load("demo", [*changes, "actor.context_tokens=700"], runs=tmp_path)
+
+
 def test_a_missing_key_is_named(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
