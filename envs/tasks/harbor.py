@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from ..sandboxes import Limits, SandboxSpec
 from .dockerfile import WORKDIR, Dockerfile
-from .reading import Fields, Problem, files_under, text
+from .reading import Fields, Problem, files_under, tasks_below, text
 from .task import Grading, RewardFile, Solution, Stage, Task
 
 Backend = Literal["bubblewrap", "docker"]
@@ -33,16 +33,7 @@ def load(path: Path, backend: Backend, network: bool) -> Iterator[Task | Problem
 
     `network`: whether those that say nothing about it have it.
     """
-    found = sorted(path.rglob("task.toml"))
-    if not found:
-        yield Problem(path, "", "holds no task.toml")
-    for config in found:
-        folder = config.parent
-        try:
-            id = folder.name if folder == path else folder.relative_to(path).as_posix()
-            yield _task(folder, id, backend, network)
-        except Problem as problem:
-            yield problem
+    return tasks_below(path, "task.toml", lambda folder, id: _task(folder, id, backend, network))
 
 
 def _task(folder: Path, id: str, backend: Backend, network: bool) -> Task:

@@ -4,9 +4,11 @@ Invariant: a loader yields, for each task it finds, either the `Task` or the `Pr
 malformed task never hides its neighbours.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from .task import Task
 
 _LARGEST = 32 * 2**20  # bytes of one file: more is no part of a task but a mistake
 
@@ -38,6 +40,18 @@ def files_under(folder: Path, prefix: str = "") -> dict[str, bytes]:
     """All files of a folder by their path in it, in order; caches of Python are none of the task."""
     found = sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     return {prefix + path.relative_to(folder).as_posix(): content(path) for path in found}
+
+
+def tasks_below(path: Path, name: str, read: Callable[[Path, str], Task]) -> Iterator[Task | Problem]:
+    """What `read(folder, id)` makes of each folder at `path` or below that holds a file of this name, in order."""
+    found = sorted(path.rglob(name))
+    if not found:
+        yield Problem(path, "", f"holds no {name}")
+    for folder in (file.parent for file in found):
+        try:
+            yield read(folder, folder.name if folder == path else folder.relative_to(path).as_posix())
+        except Problem as problem:
+            yield problem
 
 
 class Fields:

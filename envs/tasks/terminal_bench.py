@@ -13,7 +13,7 @@ import yaml
 from ..sandboxes import Limits, SandboxSpec
 from .dockerfile import Dockerfile
 from .harbor import Backend
-from .reading import Fields, Problem, content, files_under, text
+from .reading import Fields, Problem, content, files_under, tasks_below, text
 from .task import Grading, NamedTests, Solution, Stage, Task
 
 _LIMITS = Limits(memory=2 * 2**30, processes=256, file_size=2**30)
@@ -21,16 +21,7 @@ _LIMITS = Limits(memory=2 * 2**30, processes=256, file_size=2**30)
 
 def load(path: Path, backend: Backend, network: bool) -> Iterator[Task | Problem]:
     """The task in a folder, or all tasks below it, in the order of their paths."""
-    found = sorted(path.rglob("task.yaml"))
-    if not found:
-        yield Problem(path, "", "holds no task.yaml")
-    for config in found:
-        try:
-            folder = config.parent
-            id = folder.name if folder == path else folder.relative_to(path).as_posix()
-            yield _task(folder, id, backend, network)
-        except Problem as problem:
-            yield problem
+    return tasks_below(path, "task.yaml", lambda folder, id: _task(folder, id, backend, network))
 
 
 def _task(folder: Path, id: str, backend: Backend, network: bool) -> Task:
