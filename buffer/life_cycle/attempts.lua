@@ -74,9 +74,9 @@ end
 local known, repeats -- of the control hash, by this call; what nearly all of them need comes together
 local function control(field)
   if not known then
-    local version, born, lineage = unpack(redis.call('HMGET', key.control, 'version', 'born', 'lineage'))
+    local version, born, made = unpack(redis.call('HMGET', key.control, 'version', 'born', 'lineage'))
     known = { version = tonumber(version or 0), born = tonumber(born or 0) }
-    repeats = cjson.decode(lineage or '[]')
+    repeats = cjson.decode(made or '[]')
   end
   known[field] = known[field] or tonumber(redis.call('HGET', key.control, field) or 0)
   return known[field]
@@ -94,10 +94,15 @@ end
 -- Older versions first, and within a version older tasks first; exact up to version 2^21 and task 2^32.
 local function score(version, index) return version * 4294967296 + index end
 
+local function lineage() -- [[version, the older one whose weights it holds], ...], newest first
+  control('version')
+  return repeats
+end
+
 -- Versions from one policy to another: see lineage.py, which says the same.
 local function age(sampled, now)
   local sum = 0
-  for _, pair in ipairs(repeats) do
+  for _, pair in ipairs(lineage()) do
     local version, older = unpack(pair)
     if sampled < version and version <= now then sum, now = sum + now - version, older end
   end
@@ -107,7 +112,7 @@ end
 -- The smallest version whose age is within the bound.
 local function oldest_allowed()
   local now, left = control('version'), rules.eta
-  for _, pair in ipairs(repeats) do
+  for _, pair in ipairs(lineage()) do
     local version, older = unpack(pair)
     if version <= now then
       if now - left > version then break end
@@ -117,10 +122,10 @@ local function oldest_allowed()
   return now - left
 end
 
-local function set_lineage(lineage)
+local function set_lineage(made)
   control('version')
-  redis.call('HSET', key.control, 'lineage', lineage)
-  repeats = cjson.decode(lineage)
+  redis.call('HSET', key.control, 'lineage', made)
+  repeats = cjson.decode(made)
 end
 
 local rung = false -- by this call; once is enough

@@ -52,7 +52,8 @@ function transitions.stats()
     if i % 2 == 0 then versions[#versions + 1] = math.floor(tonumber(rank) / 4294967296) end
   end
   return cjson.encode({
-    version = control('version'), lineage = repeats, room = room(), next_index = control('next_index'), committed = control('committed'),
+    version = control('version'), lineage = lineage(), room = room(), next_index = control('next_index'),
+    committed = control('committed'),
     late_results = control('late'), active_groups = redis.call('SCARD', key.active),
     complete_versions = versions, failures = redis.call('LRANGE', key.failures, 0, -1),
     staleness = redis.call('HGETALL', key.staleness),
