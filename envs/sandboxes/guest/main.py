@@ -17,34 +17,13 @@ import sys
 
 from . import files
 from .calls import LIBC, PR_SET_DUMPABLE, python
+from .output import HeadAndTail
 from .processes import OWNER, kill_all_others, reap, wait_for_request
 from .shell import Shell
 
 LENGTHS = struct.Struct(">II")
 PATH = "/usr/local/bin:/usr/bin:/bin:" + os.path.dirname(sys.executable)
 LIMIT_KINDS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
-
-
-class HeadAndTail:
-    """The first and the last half of the allowance; what lies between is counted and let go."""
-
-    def __init__(self, allowance):
-        self.half = allowance // 2
-        self.head, self.tail, self.size = bytearray(), bytearray(), 0
-
-    def add(self, chunk):
-        self.size += len(chunk)
-        room = self.half - len(self.head)
-        self.head += chunk[:room]
-        self.tail += chunk[room:]
-        if len(self.tail) > 4 * self.half:
-            del self.tail[: -self.half]
-
-    def result(self):
-        cut = self.size - len(self.head) - min(len(self.tail), self.half)
-        if not cut:
-            return bytes(self.head + self.tail), False
-        return b"".join((self.head, b"\n... [%d bytes cut] ...\n" % cut, self.tail[-self.half :])), True
 
 
 class Guest:
