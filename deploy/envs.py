@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import gymnasium
 import typer
-import yaml
 from rich.console import Console, RenderableType
 from rich.panel import Panel
 from rich.table import Table
@@ -23,6 +22,7 @@ from ..actors.chat import Chat
 from ..envs import Message
 from ..envs.check import Report, check
 from ..envs.registry import environments, where
+from .options import named_values
 
 envs_app = typer.Typer(no_args_is_help=True, help="Environments: what there is, and whether yours is fit for training.")
 Settings = Annotated[list[str] | None, typer.Argument(help="Arguments of its constructor, as name=value.")]
@@ -54,7 +54,7 @@ def check_(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Play an environment with random, odd and expert calls; report what would spoil training, and how to repair it."""
-    kwargs = dict(_setting(text) for text in settings or ())
+    kwargs = named_values(settings, "level=2")
     chat = Chat(model) if model else None
     with Console(stderr=True).status("starting") as status:
         report = check(env, kwargs, seeds, seconds, READS_CALLS, lambda doing: status.update(Text(doing)))
@@ -116,13 +116,6 @@ def _template(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> s
 
 def _clipped(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}... [{len(text) - LONGEST} more characters]"
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise typer.BadParameter(f"{text!r}: write name=value, e.g. level=2")
-    return name, yaml.safe_load(value)
 
 
 def _plain(kwargs: dict[str, Any]) -> str:

@@ -14,7 +14,6 @@ from dataclasses import asdict
 from typing import Annotated, Any, cast
 
 import typer
-import yaml
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
@@ -24,6 +23,7 @@ from ..envs import close_shared_pools, make_env
 from ..envs.tasks.load import SOURCES, Backend, Loaded, load_tasks
 from ..envs.tasks.validation import Check, validate_tasks
 from .make_tasks import make
+from .options import named_values
 
 tasks_app = typer.Typer(no_args_is_help=True, help="Task sources: what is in them, and whether they are sound.")
 tasks_app.command()(make)
@@ -41,7 +41,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @tasks_app.command("list")
 def list_(source: Source, settings: Settings = None, sandbox: Where = None, as_json: AsJson = False) -> None:
     """Print the tasks of a source, and what could not be loaded."""
-    loaded = _load(source, _options(settings), sandbox)
+    loaded = _load(source, named_values(settings, "image=python:3.12"), sandbox)
     if as_json:
         problems = [{"where": p.where, "field": p.field, "message": p.message} for p in loaded.problems]
         print(json.dumps({"tasks": [task.id for task in loaded.tasks], "problems": problems}, indent=2))
@@ -63,7 +63,7 @@ def validate(
     as_json: AsJson = False,
 ) -> None:
     """Find tasks that are broken, flaky or leak their answer: play the reference, the stub and nothing at all."""
-    options = _options(settings)
+    options = named_values(settings, "image=python:3.12")
     checks, count = _checks(source, options, sandbox, limit)
     try:
         found = asyncio.run(_collect(checks, count))
@@ -79,14 +79,6 @@ def validate(
         _print(wrong, tasks, sound)
     if wrong:
         sys.exit(1)
-
-
-def _options(settings: list[str] | None) -> dict[str, Any]:
-    pairs = [text.partition("=") for text in settings or ()]
-    for name, equals, value in pairs:
-        if not equals or not name.isidentifier():
-            raise typer.BadParameter(f"{name + equals + value!r}: write name=value, e.g. image=python:3.12")
-    return {name: yaml.safe_load(value) for name, _, value in pairs}
 
 
 def _load(source: str, options: dict[str, Any], sandbox: str | None) -> Loaded:
